@@ -1,0 +1,1 @@
+"""The bounded, staleness-aware data buffer between rollout and trainer."""

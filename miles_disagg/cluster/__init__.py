@@ -1,0 +1,1 @@
+"""What runs where; ordered start and stop."""

@@ -1,0 +1,1 @@
+"""Pure vocabulary of the system: no I/O, no ray, no torch."""

@@ -1,0 +1,1 @@
+"""One port to an inference engine; its HTTP client, its launcher and the embedded engine."""

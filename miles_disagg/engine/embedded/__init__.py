@@ -1,0 +1,1 @@
+"""A small torch inference engine that speaks SGLang's HTTP routes."""

@@ -1,0 +1,1 @@
+"""The single rollout endpoint in front of any number of replicas."""

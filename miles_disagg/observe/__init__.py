@@ -1,0 +1,1 @@
+"""Metrics, trackers, events and the console: every metric is declared once."""

@@ -1,0 +1,1 @@
+"""Where prompts come from, and what became of them."""

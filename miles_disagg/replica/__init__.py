@@ -1,0 +1,1 @@
+"""The engine side of a weight update: gate, staging, activation, reconciler."""

@@ -1,0 +1,1 @@
+"""Groups of samples: producer, engine pool and the three topologies."""

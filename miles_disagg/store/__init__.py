@@ -1,0 +1,1 @@
+"""The version store: pointer, lineage, publication, leases."""

@@ -1,0 +1,1 @@
+"""The optimizer step: losses, advantages and the Megatron-core backend."""

@@ -1,0 +1,1 @@
+"""Megatron-core models, weight conversion and parallel state."""

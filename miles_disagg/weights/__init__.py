@@ -1,0 +1,1 @@
+"""Checkpoints, digests and deltas: safetensors in, bytes out."""
