@@ -1,0 +1,125 @@
+"""Every metric of the system, declared once, and its export through Ray's metrics endpoint.
+
+A name that is not declared here cannot be logged. Files and consoles that receive them are in `trackers` and `console`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles_disagg.domain.errors import MilesDisaggError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A declared metric: its stable name (PROTOCOL.md sections 4 and 5), unit and meaning."""
+
+    name: str
+    unit: str
+    help: str
+
+    @property
+    def prometheus_name(self) -> str:
+        """Name given to Ray, which prefixes `ray_`: `perf/step_seconds` -> `miles_perf_step_seconds`."""
+        return "miles_" + re.sub(r"[^a-zA-Z0-9]", "_", self.name)
+
+
+def _declare(rows: Iterable[tuple[str, str, str]]) -> dict[str, Metric]:
+    out = {name: Metric(name, unit, text) for name, unit, text in rows}
+    return out
+
+
+METRICS: Mapping[str, Metric] = _declare(
+    [
+        ("rollout/reward_mean", "1", "mean reward of the consumed batch"),
+        ("rollout/reward_std", "1", "standard deviation of rewards in the consumed batch"),
+        ("rollout/response_length_mean", "tokens", "mean response length of the consumed batch"),
+        ("rollout/truncated_fraction", "1", "share of samples that ended at the length limit"),
+        ("rollout/zero_variance_groups", "groups", "groups whose rewards are all equal: they carry no gradient"),
+        ("rollout/version_lag_mean", "versions", "mean lag of consumed samples (oldest token)"),
+        ("rollout/version_lag_max", "versions", "largest lag of any consumed sample (oldest token)"),
+        ("rollout/samples_per_second", "1/s", "samples consumed by the trainer per second of wall time"),
+        ("rollout/in_flight", "samples", "samples being generated when the batch was taken"),
+        ("rollout/fully_async/queue_size", "groups", "groups waiting in the data buffer"),
+        ("rollout/fully_async/aborted_groups_filtered", "groups", "groups dropped because a generation failed"),
+        ("rollout/fully_async/stale_groups_filtered", "groups", "groups dropped as too stale, so far"),
+        ("rollout/fully_async/avg_staleness", "versions", "mean staleness of groups in the buffer"),
+        ("rollout/fully_async/max_staleness", "versions", "largest staleness of groups in the buffer"),
+        ("eval/accuracy", "1", "greedy accuracy on held-out prompts"),
+        ("eval/weight_version", "version", "policy version that was evaluated"),
+        ("eval/seconds", "s", "wall time of the evaluation"),
+        ("train/loss", "1", "loss of the optimizer steps of this rollout step"),
+        ("train/grad_norm", "1", "gradient norm before clipping"),
+        ("train/entropy", "nats", "mean token entropy of the policy"),
+        ("train/clip_fraction", "1", "share of tokens whose ratio was clipped"),
+        ("train/kl", "nats", "mean KL to the reference"),
+        ("train/tis_mean", "1", "mean truncated importance weight against the engine's logprobs"),
+        ("train/tis_clip_fraction", "1", "share of tokens whose importance weight was truncated"),
+        ("train/ratio_mean", "1", "mean importance ratio of the policy-gradient objective"),
+        ("train/rollout_logprob_abs_diff", "nats", "mean |trainer's logprob - engine's logprob| of on-version tokens"),
+        ("train/lr", "1", "learning rate of the last optimizer step"),
+        ("train/tokens", "tokens", "response tokens trained on in this step"),
+        ("train/num_micro_batches", "1", "micro-batches per rank in this step"),
+        ("train/optimizer_steps", "1", "optimizer steps taken in this rollout step"),
+        ("perf/step_seconds", "s", "wall time of the whole step"),
+        ("perf/train_seconds", "s", "wall time of the optimizer steps"),
+        ("perf/wait_for_rollout_seconds", "s", "time the trainer waited for a batch"),
+        ("perf/wait_for_publication_seconds", "s", "time the trainer waited for the previous publication"),
+        ("perf/tokens_per_second", "tokens/s", "response tokens trained on per second of wall time"),
+        ("perf/update_weights_export_seconds", "s", "copying the weights out of the trainer"),
+        ("perf/update_weights_encode_seconds", "s", "diff, encode and digest"),
+        ("perf/update_weights_write_seconds", "s", "writing or sending the payload"),
+        ("perf/update_weights_commit_seconds", "s", "writing the index and moving the pointer"),
+        ("perf/update_weights_density", "1", "share of elements that changed"),
+        ("perf/update_weights_wire_bytes", "bytes", "payload bytes of the publication"),
+        ("perf/update_weights_trainer_stall_seconds", "s", "time the trainer stood still for the publication"),
+        ("replica/fetch_seconds", "s", "fetching a version's payload, slowest replica"),
+        ("replica/materialize_seconds", "s", "building the verified checkpoint, slowest replica"),
+        ("replica/stage_seconds", "s", "preparing an activation before the pause, slowest replica"),
+        ("replica/pause_seconds", "s", "engine paused for the activation, slowest replica"),
+        ("fleet/convergence_seconds", "s", "publication until the required share of replicas serves it"),
+        ("fleet/replicas_ready", "replicas", "replicas that serve a version"),
+        ("weights/unchanged_publications", "publications", "publications in a row that changed no byte"),
+    ]
+)
+
+
+class UndeclaredMetric(MilesDisaggError):
+    """A metric that is logged must be declared in observe/metrics.py first."""
+
+
+def check_declared(values: Mapping[str, Any]) -> None:
+    """Raise UndeclaredMetric if any name is not in METRICS."""
+    unknown = sorted(set(values) - set(METRICS))
+    if unknown:
+        raise UndeclaredMetric(f"undeclared metric(s) {unknown}: declare them in miles_disagg/observe/metrics.py")
+
+
+class RayMetrics:
+    """Gauges on Ray's metrics endpoint, as `ray_miles_<name>`, tagged with the run id. One instance per process."""
+
+    def __init__(self, run_id: str):
+        self._run_id = run_id
+        self._gauges: dict[str, Any] = {}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Set every gauge in `values`; creates each once. Needs an initialised Ray."""
+        from ray.util.metrics import Gauge
+
+        check_declared(values)
+        for name, value in values.items():
+            gauge = self._gauges.get(name)
+            if gauge is None:
+                metric = METRICS[name]
+                gauge = Gauge(
+                    metric.prometheus_name, description=f"{metric.help} [{metric.unit}]", tag_keys=("run_id",)
+                )
+                gauge.set_default_tags({"run_id": self._run_id})
+                self._gauges[name] = gauge
+            gauge.set(float(value))
+
+    def close(self) -> None:
+        """Nothing to release: Ray exports until the process ends."""
