@@ -159,15 +159,17 @@ class TokenSpan:
 
 
 def normalise_spans(spans: Sequence[TokenSpan], n_tokens: int) -> tuple[TokenSpan, ...]:
-    """Drop empty spans and merge neighbours of one version. Result covers [0, n_tokens) in ascending order."""
+    """Drop empty spans and merge neighbours of one version. Result covers [0, n_tokens) in ascending order.
+
+    A response without tokens keeps one span, of the last version that had it.
+    """
     out: list[TokenSpan] = []
     for i, span in enumerate(spans):
         end = spans[i + 1].first_token if i + 1 < len(spans) else n_tokens
-        if span.first_token >= end and not (n_tokens == 0 and not out and i == len(spans) - 1):
-            continue
-        if out and out[-1].version == span.version:
-            continue
-        out.append(span)
+        if span.first_token < end and not (out and out[-1].version == span.version):
+            out.append(span)
+    if not out and spans:
+        out.append(TokenSpan(0, spans[-1].version))
     return tuple(out)
 
 
