@@ -1,0 +1,69 @@
+"""Ports of the trainer's side of a weight update. Adapters: `broadcast.py` (process group), `disk.py` (version store)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A process group to join: the trainer's source is rank 0, `rank_offset` is this target's first rank in it."""
+
+    name: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+
+
+class UpdateTarget(Protocol):
+    """One engine as the publisher sees it. Backed by a Ray actor handle or by an engine's HTTP routes.
+
+    An update is `begin_update`, `init_group` per source, `receive_bucket` any number of times, then `finish_update`
+    or `abort_update`. Every method raises `EngineError` (or a subclass) when the engine refuses.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages and metrics, e.g. the replica id."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks this engine contributes to a group (its tensor parallel size)."""
+        ...
+
+    async def begin_update(self, version: str) -> None:
+        """Fence or pause: from here to `finish_update` no token may be generated with half-updated weights."""
+        ...
+
+    async def init_group(self, group: GroupSpec) -> None:
+        """Join `group`. Called at the same time as the trainer's source joins; returns once joined."""
+        ...
+
+    async def receive_bucket(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        version: str,
+        load_format: str | None,
+    ) -> None:
+        """Receive and load one bucket: torch dtype names (`bfloat16`); `load_format` None or `flattened_bucket`."""
+        ...
+
+    async def finish_update(self, version: str) -> None:
+        """All buckets arrived: stamp `version`, resume. Until it returns the engine advertises the old version."""
+        ...
+
+    async def destroy_group(self, group_name: str) -> None:
+        """Leave `group_name`; a group that never formed is no error."""
+        ...
+
+    async def abort_update(self, reason: str) -> None:
+        """The trainer gave up. The engine stays fenced if any bucket was loaded."""
+        ...

@@ -1,0 +1,213 @@
+"""The trainer port: what a training run asks of one trainer rank, and the plain data that goes in.
+
+No torch, no Megatron and no Ray here, so that specs can be built and checked before any of them is imported. The
+adapter is `megatron/trainer.py`; the Ray shell around it is `actor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+NamedTensors = list[tuple[str, "torch.Tensor"]]
+ExportSink = Callable[[NamedTensors], None]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Adam with decoupled weight decay, gradient clipping by global norm, and a learning-rate schedule.
+
+    Steps are optimizer steps. `constant` ignores `min_lr` and `decay_steps`; `linear` and `cosine` go from `lr` to
+    `min_lr` over `decay_steps`, after a linear warm-up of `warmup_steps`. `clip_grad` 0 turns clipping off.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs decay_steps > warmup_steps, got {self.decay_steps} and {self.warmup_steps}"
+            )
+        if self.lr < 0 or self.min_lr < 0 or (self.schedule != "constant" and self.min_lr > self.lr):
+            raise ValueError(f"learning rates must satisfy 0 <= min_lr <= lr, got min_lr {self.min_lr}, lr {self.lr}")
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """GRPO/PPO-clip with token-level truncated importance sampling; formulas in `losses.py`.
+
+    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    tis_cap: upper bound of the weight pi_proximal / pi_behaviour (None: no importance correction).
+    kl_coef: weight of the KL estimate to the frozen base model; 0 builds no base model.
+    aggregate: `token-mean` over all trained tokens of the global batch, or `sequence-mean`: mean over samples of
+    each sample's token mean.
+    temperature: sampling temperature of the rollouts; the engine's logprobs are those of logits / temperature.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    tis_cap: float | None = 2.0
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    aggregate: Literal["token-mean", "sequence-mean"] = "token-mean"
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(
+                f"temperature must be positive, got {self.temperature}: greedy rollouts cannot be trained on"
+            )
+        if not 0 <= self.clip_low < 1 or self.clip_high < 0:
+            raise ValueError(f"clip_low must be in [0, 1) and clip_high >= 0, got {self.clip_low} and {self.clip_high}")
+        if self.tis_cap is not None and self.tis_cap <= 0:
+            raise ValueError(f"tis_cap must be positive (None turns importance sampling off), got {self.tis_cap}")
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """Everything that is the same on all trainer ranks. Data parallel size is world_size / (tp * pp).
+
+    max_tokens_per_micro_batch bounds the packed tokens of one forward pass; a longer single sample is refused.
+    meet_timeout, collective_timeout: seconds to wait for all ranks to meet, and for any one collective.
+    """
+
+    hf_checkpoint: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    use_distributed_optimizer: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    max_tokens_per_micro_batch: int = 16384
+    seed: int = 1234
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    loss: LossSpec = field(default_factory=LossSpec)
+    meet_timeout: float = 120.0
+    collective_timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One rank's place. Rank 0 listens on `master_address:master_port`; `local_rank` picks the CUDA device."""
+
+    rank: int = 0
+    world_size: int = 1
+    master_address: str = "127.0.0.1"
+    master_port: int = 29500
+    local_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One sample as the loss sees it. n is the response length, len(tokens) - prompt_len; prompt_len >= 1.
+
+    tokens: prompt and response ids. loss_mask: 1 where a response token is trained on, length n (None: all ones).
+    behaviour_logprobs: natural log-probability of each response token under the policy that wrote it, length n.
+    advantage: one number for all response tokens, or n numbers.
+    token_versions: version that wrote each response token, length n; only for `train/rollout_logprob_abs_diff_on_policy`.
+    """
+
+    tokens: Sequence[int]
+    prompt_len: int
+    behaviour_logprobs: Sequence[float]
+    advantage: float | Sequence[float]
+    loss_mask: Sequence[int] | None = None
+    token_versions: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens) - self.prompt_len
+        if self.prompt_len < 1 or n < 0:
+            raise ValueError(f"prompt_len {self.prompt_len} is not in [1, {len(self.tokens)}]")
+        for name in ("behaviour_logprobs", "loss_mask", "token_versions"):
+            value = getattr(self, name)
+            if value is not None and len(value) != n:
+                raise ValueError(f"{name} has {len(value)} entries, the response has {n} tokens")
+        if not isinstance(self.advantage, int | float) and len(self.advantage) != n:
+            raise ValueError(f"advantage has {len(self.advantage)} entries, the response has {n} tokens")
+
+    @property
+    def response_len(self) -> int:
+        """Number of response tokens."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of response tokens that the loss mask keeps."""
+        return self.response_len if self.loss_mask is None else sum(1 for m in self.loss_mask if m)
+
+
+class Trainer(Protocol):
+    """One rank of the trainer. Every method except the properties is collective: all ranks call it, in one order."""
+
+    @property
+    def is_source(self) -> bool:
+        """True on the ranks whose sink `export` calls: tensor rank 0, data rank 0 of each pipeline stage."""
+        ...
+
+    @property
+    def source_index(self) -> int | None:
+        """This source's position among the sources (its pipeline stage), None elsewhere."""
+        ...
+
+    @property
+    def num_sources(self) -> int:
+        """Number of source ranks."""
+        ...
+
+    def train_step(
+        self, batch: Sequence[TrainSample], *, global_batch_size: int | None = None, version: int | None = None
+    ) -> Mapping[str, float]:
+        """Train on a rollout batch; every rank gets the whole batch and takes its own part. Returns metrics.
+
+        global_batch_size: samples per optimizer step; must divide len(batch) (None: one step). With several steps
+        the proximal policy is the one before the first step. version: the trainer's current policy version.
+        Metrics (the same on every rank): train/loss, train/pg_loss, train/grad_norm, train/entropy, train/kl,
+        train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/lr, train/rollout_logprob_abs_diff, train/tokens,
+        train/micro_batches, and train/rollout_logprob_abs_diff_on_policy where token versions allow it.
+        """
+        ...
+
+    def sft_step(self, batch: Sequence[TrainSample]) -> Mapping[str, float]:
+        """One supervised optimizer step: mean cross-entropy over the trained response tokens of the batch."""
+        ...
+
+    def logprobs(self, batch: Sequence[TrainSample]) -> list[list[float]]:
+        """Log-probability of every response token under the current weights, per sample; the same on every rank."""
+        ...
+
+    def export(self, sink: ExportSink, bucket_bytes: int = 256 << 20) -> None:
+        """Gather the weights under canonical HF names, in the checkpoint's dtypes, to the source ranks.
+
+        Each source's `sink` gets buckets of at most `bucket_bytes` (a larger tensor travels alone). Tensors may alias
+        live parameters: the sink must be done with them, or have copied them, when it returns.
+        """
+        ...
+
+    def save_checkpoint(self, directory: str) -> None:
+        """Write model, optimizer, scheduler and RNG state; `directory` appears complete or not at all."""
+        ...
+
+    def load_checkpoint(self, directory: str) -> None:
+        """Restore what `save_checkpoint` wrote, also under another TP x PP x DP layout."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        ...
