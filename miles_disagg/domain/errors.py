@@ -200,3 +200,19 @@ class RewardError(MilesDisaggError):
 
 class PublicationFailed(MilesDisaggError):
     """A version could not be published; nothing moved."""
+
+
+class PromptDataError(MilesDisaggError):
+    """Prompt data that cannot be used. Names the file and the line (1-based; for Parquet the row)."""
+
+    def __init__(self, message: str, *, file: str, line: int | None = None):
+        self.file, self.line = file, line
+        super().__init__(f"{file}" + (f", line {line}" if line is not None else "") + f": {message}")
+
+
+class SampleRejected(MilesDisaggError):
+    """A generation that cannot become a sample; `reason` is the short name it is counted under."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        self.reason, self.detail = reason, detail
+        super().__init__(f"sample rejected ({reason})" + (f": {detail}" if detail else ""))
