@@ -1,1 +1,1 @@
-"""Pydantic sections, flags and checks of a run; parsed before torch or ray is imported."""
+"""Pydantic sections, flags and checks of a run; parsed and checked before torch or ray is imported."""

@@ -1,0 +1,68 @@
+"""Model, prompts, rewards and evaluation: what is trained, on what, and how it is judged."""
+
+from miles_disagg.config.base import NonNegativeFloat, PositiveInt, Probability, Section
+
+
+class ModelConfig(Section):
+    """The model: a Hugging Face checkpoint directory."""
+
+    hf_checkpoint: str | None = None
+    """Checkpoint directory (config.json, safetensors, tokenizer); version 0 of every run started from it."""
+
+
+class DataConfig(Section):
+    """Where prompts come from: a JSON Lines file, or a built-in task."""
+
+    prompt_data: str | None = None
+    """JSON Lines file, one prompt an object."""
+    task: str | None = None
+    """Built-in task that makes prompts and rewards by itself, for instance `addition` or `reasoning-gym:NAME`."""
+    task_size: PositiveInt = 2048
+    """Number of training prompts that a built-in task makes."""
+    input_key: str = "input"
+    """Key of the prompt in each line: a string, or chat messages with --apply-chat-template."""
+    label_key: str | None = None
+    """Key of the expected answer in each line."""
+    metadata_key: str = "metadata"
+    """Key of an object that is handed to the reward function unchanged."""
+    apply_chat_template: bool = False
+    """Render prompts with the tokenizer's chat template."""
+    rollout_shuffle: bool = True
+    """Shuffle the prompts of every epoch, by --rollout-seed."""
+
+
+class RewardConfig(Section):
+    """How a completion is scored."""
+
+    rm_type: str | None = None
+    """Built-in reward: `exact`, `math`, `reasoning-gym`, `remote_rm`. A built-in task brings its own."""
+    custom_rm_path: str | None = None
+    """Import path `module.function` of a reward function; wins over --rm-type."""
+    rm_url: str | None = None
+    """Address of the reward service for --rm-type remote_rm."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts."""
+
+    eval_prompt_data: tuple[str, ...] = ()
+    """Pairs of a name and a JSON Lines file: NAME PATH [NAME PATH ...]."""
+    eval_task_size: PositiveInt = 128
+    """Number of held-out prompts that a built-in task makes."""
+    eval_interval: PositiveInt | None = None
+    """Evaluate every N steps, and before the first and after the last one; unset: never."""
+    eval_temperature: NonNegativeFloat = 0.0
+    """Temperature while evaluating; 0 is greedy."""
+    eval_top_p: Probability = 1.0
+    """Top-p while evaluating."""
+    eval_max_response_len: PositiveInt | None = None
+    """Longest evaluated completion in tokens; unset: --rollout-max-response-len."""
+    n_samples_per_eval_prompt: PositiveInt = 1
+    """Completions per evaluation prompt."""
+    skip_eval_before_train: bool = False
+    """Do not evaluate the base model first."""
+
+    @property
+    def datasets(self) -> dict[str, str]:
+        """Evaluation files by name."""
+        return dict(zip(self.eval_prompt_data[::2], self.eval_prompt_data[1::2], strict=False))

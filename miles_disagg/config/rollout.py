@@ -1,0 +1,115 @@
+"""Rollout: sampling, engines and their topology, and how far generation may run ahead of training."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from tyro.conf import Suppress
+
+from miles_disagg.config.base import (
+    Bounds,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
+
+Topology = Literal["managed", "attached", "service"]
+
+
+class RolloutConfig(Section):
+    """How samples are generated."""
+
+    num_rollout: PositiveInt | None = None
+    """Number of training steps; each consumes --rollout-batch-size groups."""
+    rollout_batch_size: PositiveInt = 32
+    """Prompts (groups) per training step."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Completions per prompt; their rewards are compared with each other."""
+    rollout_max_response_len: PositiveInt = 1024
+    """Longest completion in tokens."""
+    rollout_max_prompt_len: PositiveInt | None = None
+    """Skip prompts longer than this many tokens; unset: a prompt that does not fit is an error."""
+    rollout_temperature: NonNegativeFloat = 1.0
+    """Sampling temperature."""
+    rollout_top_p: Probability = 1.0
+    """Nucleus sampling threshold."""
+    rollout_top_k: Annotated[int, Bounds(low=-1)] = -1
+    """Sample among the k most likely tokens; -1: all."""
+    rollout_stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion."""
+    rollout_skip_special_tokens: bool = True
+    """Leave special tokens out of the text that the reward function sees."""
+    rollout_seed: int = 42
+    """Seed of prompt order and sampling."""
+
+
+class EngineConfig(Section):
+    """Engines and their topology: managed (default), attached (external addresses) or service (one endpoint)."""
+
+    rollout_engine: Literal["embedded", "sglang"] = "embedded"
+    """Managed engines: the embedded torch engine, or stock SGLang servers."""
+    rollout_num_gpus: NonNegativeInt = 0
+    """GPUs for managed engines; 0: engines on CPU."""
+    rollout_num_gpus_per_engine: PositiveInt = 1
+    """GPUs of one managed engine (its tensor parallel size)."""
+    num_rollout_engines: PositiveInt | None = None
+    """Managed engines on CPU; unset: 1. With GPUs it follows from the two flags above."""
+    rollout_cpus_per_engine: PositiveFloat = 1.0
+    """CPU cores reserved for each managed engine."""
+    rollout_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Weights of managed engines: auto is the checkpoint's dtype."""
+    sglang_python: str | None = None
+    """Python of the virtual environment that SGLang runs from; unset: this one."""
+    sglang_args: Annotated[dict[str, tuple[str, ...]], Suppress] = Field(default_factory=dict)
+    """Server arguments by name without `--`, from `--sglang-NAME VALUE...`; an empty tuple is a bare switch."""
+    rollout_external: bool = False
+    """Attach to engines that somebody else runs, at --rollout-external-engine-addrs."""
+    rollout_external_engine_addrs: tuple[str, ...] = ()
+    """HOST:PORT of every attached engine."""
+    rollout_endpoint: str | None = None
+    """URL of an independent rollout service; needs --version-store."""
+    version_store: str | None = None
+    """Store that a rollout service follows: a directory or an S3 prefix; needs --rollout-endpoint."""
+    pause_generation_mode: Literal["in_place", "retract", "abort"] = "retract"
+    """In-flight requests at a weight update: continue on the new weights, recompute their cache, or end."""
+
+    @property
+    def topology(self) -> Topology:
+        """Who starts the engines."""
+        if self.rollout_endpoint:
+            return "service"
+        return "attached" if self.rollout_external else "managed"
+
+    @property
+    def num_managed_engines(self) -> int:
+        """Engines that this job starts; 0 in the attached and service topologies."""
+        if self.topology != "managed":
+            return 0
+        if self.rollout_num_gpus:
+            return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+        return self.num_rollout_engines or 1
+
+    def sglang_argv(self) -> list[str]:
+        """The pass-through arguments as a server's command line."""
+        return [part for name, values in self.sglang_args.items() for part in (f"--{name}", *values)]
+
+
+class PacingConfig(Section):
+    """How far generation runs ahead of training."""
+
+    schedule: Literal["async", "sync"] = "async"
+    """async: generation never waits for training; sync: generate a batch, train on it, update, repeat."""
+    max_weight_staleness: NonNegativeInt | None = None
+    """Largest lag (trainer's version minus oldest token's version) that is trained on; unset: no limit."""
+    async_max_concurrent_samples: PositiveInt | None = None
+    """Samples in flight; unset: one training batch."""
+    async_data_buffer_capacity_factor: PositiveFloat = 2.0
+    """Capacity of the buffer of finished groups, as a multiple of --rollout-batch-size."""
+    async_unused_samples_handler: Literal["drop", "retry"] = "drop"
+    """Stale or aborted groups: drop them, or generate their prompts again."""
+    update_weights_interval: PositiveInt = 1
+    """Publish weights every N steps."""

@@ -1,0 +1,112 @@
+"""The trainer: ranks and parallelism, optimizer, loss. Flags are Megatron's and miles' own where they have them."""
+
+from typing import Annotated, Literal
+
+from miles_disagg.config.base import (
+    Bounds,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class TrainerConfig(Section):
+    """Trainer ranks and how the model is split over them."""
+
+    actor_num_nodes: PositiveInt = 1
+    """Nodes of the trainer."""
+    actor_num_gpus_per_node: PositiveInt = 1
+    """Trainer ranks per node: one GPU each, or --actor-cpus-per-rank cores each on CPU."""
+    actor_cpus_per_rank: PositiveFloat = 1.0
+    """CPU cores reserved for each trainer rank."""
+    trainer_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where GPUs exist, else cpu."""
+    train_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of the model's weights and activations; the optimizer keeps fp32 masters."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer states over data parallel ranks."""
+    global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step; unset: --rollout-batch-size x --n-samples-per-prompt."""
+    max_tokens_per_gpu: PositiveInt = 8192
+    """Tokens of a micro-batch per rank; samples are packed into micro-batches up to this."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute activations in the backward pass instead of keeping them."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """How layers are chosen for --recompute-granularity full."""
+    recompute_num_layers: PositiveInt | None = None
+    """Layers per recomputed unit (uniform) or recomputed layers per stage (block)."""
+    seed: NonNegativeInt = 1234
+    """Seed of the trainer."""
+    colocate: bool = False
+    """Refused: trainer and engines are separate systems here."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of model replicas in the trainer (rounded down where the sizes do not divide)."""
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+
+class OptimizerConfig(Section):
+    """Adam and its learning-rate schedule."""
+
+    lr: PositiveFloat = 1e-6
+    """Learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after warm-up."""
+    lr_warmup_iters: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    lr_decay_iters: PositiveInt | None = None
+    """Optimizer steps until --min-lr; unset: the whole run."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    adam_beta1: Fraction = 0.9
+    """Adam's first decay rate."""
+    adam_beta2: Fraction = 0.999
+    """Adam's second decay rate."""
+    adam_eps: PositiveFloat = 1e-8
+    """Adam's denominator constant."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Clip the global gradient norm to this; 0: off."""
+
+
+class LossConfig(Section):
+    """Advantages and the policy loss."""
+
+    advantage_estimator: Literal["grpo"] = "grpo"
+    """How rewards become advantages."""
+    disable_grpo_std_normalization: bool = False
+    """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
+    eps_clip: PositiveFloat = 0.2
+    """Lower clip range of the importance ratio."""
+    eps_clip_high: PositiveFloat | None = None
+    """Upper clip range; unset: --eps-clip."""
+    use_kl_loss: bool = False
+    """Add a KL term to the frozen base model."""
+    kl_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the KL term."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """KL estimator; low_var_kl is k3, clipped."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    use_tis: bool = False
+    """Truncated importance sampling against the engine's own logprobs."""
+    tis_clip: PositiveFloat = 2.0
+    """Upper limit of the truncated importance weight."""
+    tis_clip_low: Annotated[float, Bounds(low=0)] = 0.0
+    """Lower limit of the truncated importance weight."""
+    calculate_per_token_loss: bool = False
+    """Mean over tokens of the batch instead of the mean over samples of their token means."""
