@@ -1,4 +1,4 @@
-"""Ports of the trainer's side of a weight update. Adapters: `broadcast.py` (process group), `disk.py` (version store)."""
+"""Ports of the trainer's side of a weight update. Adapters: `broadcast.py` (process group), `disk.py` (store)."""
 
 from __future__ import annotations
 

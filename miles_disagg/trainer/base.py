@@ -39,7 +39,8 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
             raise ValueError(
-                f"schedule {self.schedule!r} needs decay_steps > warmup_steps, got {self.decay_steps} and {self.warmup_steps}"
+                f"schedule {self.schedule!r} needs decay_steps > warmup_steps, "
+                f"got {self.decay_steps} and {self.warmup_steps}"
             )
         if self.lr < 0 or self.min_lr < 0 or (self.schedule != "constant" and self.min_lr > self.lr):
             raise ValueError(f"learning rates must satisfy 0 <= min_lr <= lr, got min_lr {self.min_lr}, lr {self.lr}")
@@ -121,7 +122,8 @@ class TrainSample:
     tokens: prompt and response ids. loss_mask: 1 where a response token is trained on, length n (None: all ones).
     behaviour_logprobs: natural log-probability of each response token under the policy that wrote it, length n.
     advantage: one number for all response tokens, or n numbers.
-    token_versions: version that wrote each response token, length n; only for `train/rollout_logprob_abs_diff_on_policy`.
+    token_versions: version that wrote each response token, length n; used only to report
+    `train/rollout_logprob_abs_diff_on_policy`.
     """
 
     tokens: Sequence[int]
@@ -179,8 +181,8 @@ class Trainer(Protocol):
         global_batch_size: samples per optimizer step; must divide len(batch) (None: one step). With several steps
         the proximal policy is the one before the first step. version: the trainer's current policy version.
         Metrics (the same on every rank): train/loss, train/pg_loss, train/grad_norm, train/entropy, train/kl,
-        train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/lr, train/rollout_logprob_abs_diff, train/tokens,
-        train/micro_batches, and train/rollout_logprob_abs_diff_on_policy where token versions allow it.
+        train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/lr, train/tokens, train/micro_batches,
+        train/rollout_logprob_abs_diff, and train/rollout_logprob_abs_diff_on_policy where token versions allow it.
         """
         ...
 
