@@ -1,0 +1,257 @@
+"""Prompt data from JSONL and Parquet files: parsed, checked, tokenized, shuffled by seed, with a cursor.
+
+Generated data sets are `tasks`; what became of each prompt is `ledger`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from miles_disagg.domain.errors import ConfigError, PromptDataError
+from miles_disagg.domain.samples import Prompt
+from miles_disagg.prompts.base import TokenizerLike
+
+_LISTED = 20  # how many skipped prompts `DatasetSource.skipped` names one by one
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How rows become prompts. `max_prompt_tokens` is the context length minus the response budget (None: no limit)."""
+
+    paths: tuple[str, ...]
+    input_key: str = "input"
+    label_key: str | None = "label"
+    metadata_key: str | None = "metadata"
+    apply_chat_template: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    max_prompt_tokens: int | None = None
+    long_prompts: Literal["error", "skip"] = "error"
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    text: str
+    tokens: tuple[int, ...]
+    label: str | None
+    metadata: Mapping[str, Any]
+
+
+class DatasetSource:
+    """Prompts of one or more files, pass after pass, each pass shuffled by `(seed, epoch)`.
+
+    Everything is read and tokenized at once, so that every bad line is found before the first step.
+    """
+
+    def __init__(self, options: DataOptions, tokenizer: TokenizerLike):
+        self._options = options
+        self.skipped: list[str] = []
+        self.num_skipped = 0
+        digest = xxhash.xxh3_128()
+        self._rows: list[_Row] = []
+        for path in options.paths:
+            for line, row in read_rows(path):
+                parsed = self._parse(path, line, row, tokenizer)
+                if parsed is not None:
+                    digest.update(repr((parsed.tokens, parsed.label)).encode())
+                    self._rows.append(parsed)
+        if not self._rows:
+            raise PromptDataError(
+                f"no usable prompt ({self.num_skipped} skipped as too long)",
+                file=", ".join(options.paths) or "--prompt-data",
+            )
+        self.digest = digest.hexdigest()
+        self._epoch, self._position = 0, 0
+        self._order: tuple[int, list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _parse(self, path: str, line: int, row: Mapping[str, Any], tokenizer: TokenizerLike) -> _Row | None:
+        o = self._options
+        if o.input_key not in row:
+            raise PromptDataError(
+                f"no field {o.input_key!r} (there are {sorted(row)}); set --input-key", file=path, line=line
+            )
+        text, tokens = render(row[o.input_key], tokenizer, o, path, line)
+        if not tokens:
+            raise PromptDataError(f"field {o.input_key!r} is empty", file=path, line=line)
+        if o.max_prompt_tokens is not None and len(tokens) > o.max_prompt_tokens:
+            message = (
+                f"prompt has {len(tokens)} tokens, the context leaves room for {o.max_prompt_tokens}; "
+                "shorten it, lower --rollout-max-response-len, or pass --long-prompts skip"
+            )
+            if o.long_prompts == "error":
+                raise PromptDataError(message, file=path, line=line)
+            self.num_skipped += 1
+            if len(self.skipped) < _LISTED:
+                self.skipped.append(f"{path}, line {line}: {len(tokens)} tokens")
+            return None
+        metadata = row.get(o.metadata_key) if o.metadata_key else None
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise PromptDataError(f"field {o.metadata_key!r} is not an object", file=path, line=line)
+        return _Row(text, tokens, _label(row, o.label_key, path, line), dict(metadata or {}))
+
+    def next_prompt(self) -> Prompt | None:
+        """The next prompt of the current pass; the pass after it when it is over; None after the last pass."""
+        if self._options.epochs is not None and self._epoch >= self._options.epochs:
+            return None
+        prompt = self._at(self._epoch, self._index(self._epoch, self._position))
+        self._position += 1
+        if self._position == len(self._rows):
+            self._epoch, self._position = self._epoch + 1, 0
+        return prompt
+
+    def prompt(self, key: str) -> Prompt:
+        """The prompt of ledger key `epoch:index`, without moving the cursor."""
+        epoch, _, index = key.partition(":")
+        return self._at(int(epoch), int(index))
+
+    def all(self) -> list[Prompt]:
+        """Every prompt once, in file order (for evaluation)."""
+        return [self._at(0, i) for i in range(len(self._rows))]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able cursor: pass, position within it, and what data it belongs to."""
+        return {"epoch": self._epoch, "position": self._position, "seed": self._options.seed, "digest": self.digest}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. PromptDataError when the files or the seed are not those it was saved with."""
+        where = ", ".join(self._options.paths)
+        if state["digest"] != self.digest:
+            raise PromptDataError(
+                "these are not the prompts of the run being resumed; give it the same files", file=where
+            )
+        if state["seed"] != self._options.seed:
+            raise PromptDataError(
+                f"the run being resumed shuffled with seed {state['seed']}, not {self._options.seed}", file=where
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+
+    def _index(self, epoch: int, position: int) -> int:
+        if not self._options.shuffle:
+            return position
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(len(self._rows)))
+            random.Random(f"{self._options.seed}:{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1][position]
+
+    def _at(self, epoch: int, index: int) -> Prompt:
+        row = self._rows[index]
+        return Prompt(index, epoch, row.text, row.tokens, row.label, row.metadata)
+
+
+def _label(row: Mapping[str, Any], key: str | None, path: str, line: int) -> str | None:
+    if key is None:
+        return None
+    if key not in row:
+        raise PromptDataError(f"no field {key!r} (there are {sorted(row)}); set --label-key", file=path, line=line)
+    value = row[key]
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def render(
+    value: Any, tokenizer: TokenizerLike, options: DataOptions, path: str, line: int
+) -> tuple[str, tuple[int, ...]]:
+    """Text and token ids of one input field: a string, or chat messages (`[{"role", "content"}, ...]`)."""
+    is_text = isinstance(value, str)
+    is_chat = isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value)
+    if not is_text and not is_chat:
+        raise PromptDataError(
+            f"field {options.input_key!r} is neither text nor a list of messages", file=path, line=line
+        )
+    if is_text and not options.apply_chat_template:
+        return value, tuple(tokenizer.encode(value, add_special_tokens=True))
+    messages = [{"role": "user", "content": value}] if is_text else value
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **(options.chat_template_kwargs or {})
+        )
+    except Exception as error:
+        raise PromptDataError(f"the chat template refused it: {error}", file=path, line=line) from error
+    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Rows of a `.jsonl` or `.parquet` file with 1-based line (row) numbers. PromptDataError names file and line."""
+    file = Path(path)
+    if not file.is_file():
+        raise PromptDataError("no such file; check --prompt-data", file=path)
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file)
+    elif file.suffix in (".jsonl", ".json"):
+        yield from _read_jsonl(file)
+    else:
+        raise PromptDataError(f"{file.suffix or 'no suffix'}: only .jsonl and .parquet are read", file=path)
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            if not raw.strip():
+                continue
+            try:
+                row = json.loads(raw)
+            except ValueError as error:
+                raise PromptDataError(f"not valid JSON ({error})", file=str(file), line=number) from error
+            if not isinstance(row, dict):
+                raise PromptDataError("not a JSON object", file=str(file), line=number)
+            yield number, row
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise PromptDataError("Parquet needs pyarrow: pip install pyarrow, or give JSONL", file=str(file)) from error
+    try:
+        table = parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (OSError, ValueError) as error:
+        raise PromptDataError(f"not a readable Parquet file ({error})", file=str(file)) from error
+
+
+def check_tokenizer(tokenizer: Any, hf_config: Any) -> None:
+    """Raise ConfigError unless every id the tokenizer can produce has a row in the model's embedding.
+
+    `hf_config`: a transformers config or a mapping with `vocab_size` and `eos_token_id`. The embedding may be larger
+    (padded) than the tokenizer, never smaller. A different end-of-sequence token is an error too: generation would
+    never stop, or stop at the wrong place.
+    """
+
+    def field(name: str) -> Any:
+        return hf_config.get(name) if isinstance(hf_config, Mapping) else getattr(hf_config, name, None)
+
+    problems = []
+    vocab_size = field("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is None:
+        problems.append("--hf-checkpoint: config.json has no vocab_size")
+    elif largest >= vocab_size:
+        problems.append(
+            f"--hf-checkpoint: the tokenizer produces ids up to {largest}, the model's vocabulary has {vocab_size} "
+            "rows; use the tokenizer that belongs to the checkpoint"
+        )
+    eos = field("eos_token_id")
+    eos_ids: Sequence[int] = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+    if eos_ids and tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos_ids:
+        problems.append(
+            f"--hf-checkpoint: the tokenizer ends a sequence with id {tokenizer.eos_token_id}, config.json with "
+            f"{list(eos_ids)}; use the tokenizer that belongs to the checkpoint"
+        )
+    if problems:
+        raise ConfigError(problems)
