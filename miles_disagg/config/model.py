@@ -1,5 +1,7 @@
 """Model, prompts, rewards and evaluation: what is trained, on what, and how it is judged."""
 
+from typing import Literal
+
 from miles_disagg.config.base import NonNegativeFloat, PositiveInt, Probability, Section
 
 
@@ -14,11 +16,11 @@ class DataConfig(Section):
     """Where prompts come from: a JSON Lines file, or a built-in task."""
 
     prompt_data: str | None = None
-    """JSON Lines file, one prompt an object."""
+    """Prompts as .jsonl (one object a line) or .parquet."""
     task: str | None = None
-    """Built-in task that makes prompts and rewards by itself, for instance `addition` or `reasoning-gym:NAME`."""
+    """Task that makes prompts and scores answers by itself: `addition`, or the name of a reasoning-gym data set."""
     task_size: PositiveInt = 2048
-    """Number of training prompts that a built-in task makes."""
+    """Number of training prompts that a task makes."""
     input_key: str = "input"
     """Key of the prompt in each line: a string, or chat messages with --apply-chat-template."""
     label_key: str | None = None
@@ -27,6 +29,10 @@ class DataConfig(Section):
     """Key of an object that is handed to the reward function unchanged."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """A prompt that leaves no room for the completion in the context: an error, or skipped and counted."""
+    num_epoch: PositiveInt | None = None
+    """Passes over the prompts before they are exhausted; unset: as many as the run needs."""
     rollout_shuffle: bool = True
     """Shuffle the prompts of every epoch, by --rollout-seed."""
 
@@ -35,11 +41,13 @@ class RewardConfig(Section):
     """How a completion is scored."""
 
     rm_type: str | None = None
-    """Built-in reward: `exact`, `math`, `reasoning-gym`, `remote_rm`. A built-in task brings its own."""
+    """Built-in reward: `exact`, `math`, `reasoning-gym` or `remote_rm`; a --task brings its own."""
     custom_rm_path: str | None = None
-    """Import path `module.function` of a reward function; wins over --rm-type."""
+    """Import path `module.function` of a reward function, instead of --rm-type."""
     rm_url: str | None = None
     """Address of the reward service for --rm-type remote_rm."""
+    reward_workers: PositiveInt = 4
+    """Rewards computed at once."""
 
 
 class EvalConfig(Section):
@@ -48,7 +56,7 @@ class EvalConfig(Section):
     eval_prompt_data: tuple[str, ...] = ()
     """Pairs of a name and a JSON Lines file: NAME PATH [NAME PATH ...]."""
     eval_task_size: PositiveInt = 128
-    """Number of held-out prompts that a built-in task makes."""
+    """Number of held-out prompts that a task makes."""
     eval_interval: PositiveInt | None = None
     """Evaluate every N steps, and before the first and after the last one; unset: never."""
     eval_temperature: NonNegativeFloat = 0.0

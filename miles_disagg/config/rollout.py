@@ -7,7 +7,6 @@ from tyro.conf import Suppress
 
 from miles_disagg.config.base import (
     Bounds,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -30,9 +29,9 @@ class RolloutConfig(Section):
     rollout_max_response_len: PositiveInt = 1024
     """Longest completion in tokens."""
     rollout_max_prompt_len: PositiveInt | None = None
-    """Skip prompts longer than this many tokens; unset: a prompt that does not fit is an error."""
-    rollout_temperature: NonNegativeFloat = 1.0
-    """Sampling temperature."""
+    """Longest prompt in tokens; unset: what the context leaves. See --long-prompts."""
+    rollout_temperature: PositiveFloat = 1.0
+    """Sampling temperature; greedy samples cannot be trained on."""
     rollout_top_p: Probability = 1.0
     """Nucleus sampling threshold."""
     rollout_top_k: Annotated[int, Bounds(low=-1)] = -1
@@ -107,7 +106,7 @@ class PacingConfig(Section):
     """Largest lag (trainer's version minus oldest token's version) that is trained on; unset: no limit."""
     async_max_concurrent_samples: PositiveInt | None = None
     """Samples in flight; unset: one training batch."""
-    async_data_buffer_capacity_factor: PositiveFloat = 2.0
+    async_data_buffer_capacity_factor: Annotated[float, Bounds(low=1)] = 2.0
     """Capacity of the buffer of finished groups, as a multiple of --rollout-batch-size."""
     async_unused_samples_handler: Literal["drop", "retry"] = "drop"
     """Stale or aborted groups: drop them, or generate their prompts again."""

@@ -4,12 +4,17 @@ Sections are in `model`, `rollout`, `trainer`, `weights` and `cluster`; parsing 
 `resolve`; what is refused in `checks`. Nothing here imports torch or ray.
 """
 
+from pathlib import Path
+from typing import TypeVar
+
 from miles_disagg.config.base import Section
 from miles_disagg.config.cluster import ClusterConfig, OutputConfig, TimeoutConfig
 from miles_disagg.config.model import DataConfig, EvalConfig, ModelConfig, RewardConfig
 from miles_disagg.config.rollout import EngineConfig, PacingConfig, RolloutConfig
 from miles_disagg.config.trainer import LossConfig, OptimizerConfig, TrainerConfig
 from miles_disagg.config.weights import WeightsConfig
+
+T = TypeVar("T")
 
 
 class RunConfig(Section):
@@ -34,6 +39,53 @@ class RunConfig(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
     output: OutputConfig = OutputConfig()
 
+    # Values that `resolve` fills in, under their settled types.
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run and of its lineage."""
+        return _settled(self.output.run_id, "--run-id")
+
+    @property
+    def run_dir(self) -> Path:
+        """Absolute directory of the run."""
+        return Path(_settled(self.output.run_dir, "--run-dir"))
+
+    @property
+    def checkpoint(self) -> Path:
+        """Directory of the base checkpoint, version 0."""
+        return Path(_settled(self.model.hf_checkpoint, "--hf-checkpoint"))
+
+    @property
+    def num_rollout(self) -> int:
+        """Number of training steps."""
+        return _settled(self.rollout.num_rollout, "--num-rollout")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return _settled(self.trainer.global_batch_size, "--global-batch-size")
+
+    @property
+    def max_concurrent_samples(self) -> int:
+        """Samples in flight at most."""
+        return _settled(self.pacing.async_max_concurrent_samples, "--async-max-concurrent-samples")
+
+    @property
+    def buffer_capacity(self) -> int:
+        """Finished groups that the data buffer holds at most."""
+        return int(self.pacing.async_data_buffer_capacity_factor * self.rollout.rollout_batch_size)
+
+    @property
+    def version_store(self) -> str:
+        """Root of the version store: an absolute directory or an S3 prefix."""
+        return _settled(self.weights.update_weight_disk_dir, "--update-weight-disk-dir")
+
+    @property
+    def local_checkpoint_dir(self) -> Path:
+        """Directory for materialized checkpoints on a rollout host."""
+        return Path(_settled(self.weights.update_weight_local_checkpoint_dir, "--update-weight-local-checkpoint-dir"))
+
     @property
     def samples_per_step(self) -> int:
         """Samples that one training step consumes."""
@@ -48,3 +100,9 @@ class RunConfig(Section):
                 raise KeyError(f"no flag is called {field!r}")
             data[owner[field]][field] = value
         return RunConfig.model_validate(data)
+
+
+def _settled(value: T | None, flag: str) -> T:
+    if value is None:
+        raise ValueError(f"{flag} has no value: the configuration was not resolved, or not checked")
+    return value

@@ -1,9 +1,8 @@
 """The trainer: ranks and parallelism, optimizer, loss. Flags are Megatron's and miles' own where they have them."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from miles_disagg.config.base import (
-    Bounds,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -38,10 +37,6 @@ class TrainerConfig(Section):
     """Tokens of a micro-batch per rank; samples are packed into micro-batches up to this."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass instead of keeping them."""
-    recompute_method: Literal["uniform", "block"] | None = None
-    """How layers are chosen for --recompute-granularity full."""
-    recompute_num_layers: PositiveInt | None = None
-    """Layers per recomputed unit (uniform) or recomputed layers per stage (block)."""
     seed: NonNegativeInt = 1234
     """Seed of the trainer."""
     colocate: bool = False
@@ -90,7 +85,7 @@ class LossConfig(Section):
     """How rewards become advantages."""
     disable_grpo_std_normalization: bool = False
     """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
-    eps_clip: PositiveFloat = 0.2
+    eps_clip: Fraction = 0.2
     """Lower clip range of the importance ratio."""
     eps_clip_high: PositiveFloat | None = None
     """Upper clip range; unset: --eps-clip."""
@@ -106,7 +101,5 @@ class LossConfig(Section):
     """Truncated importance sampling against the engine's own logprobs."""
     tis_clip: PositiveFloat = 2.0
     """Upper limit of the truncated importance weight."""
-    tis_clip_low: Annotated[float, Bounds(low=0)] = 0.0
-    """Lower limit of the truncated importance weight."""
     calculate_per_token_loss: bool = False
     """Mean over tokens of the batch instead of the mean over samples of their token means."""

@@ -47,6 +47,11 @@ class WeightsConfig(Section):
         return "disk" if (self.update_weight_transfer_mode or "").startswith("disk") else "broadcast"
 
     @property
+    def publishes_deltas(self) -> bool:
+        """True for delta versions on disk, the only ones that have an encoding and anchors."""
+        return self.mode == "delta" and self.transport == "disk"
+
+    @property
     def encoding(self) -> Literal["xor", "overwrite", "sparse", "sparse-max"]:
         """Encoding of deltas on disk."""
         return self.update_weight_encoding or "xor"

@@ -1,0 +1,142 @@
+"""Everything that can be known to be wrong before a run starts: its configuration and the files it names.
+
+Files are read by the code that will use them (`weights`, `trainer.hf_config`, `prompts`), so that a rule is written
+once. Nothing is started and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from miles_disagg.config.checks import check, within_range
+from miles_disagg.config.machine import Machine
+from miles_disagg.config.run import RunConfig
+from miles_disagg.domain.errors import CheckpointError, ConfigError, PromptDataError
+from miles_disagg.prompts.reward import load_reward
+from miles_disagg.prompts.source import DataOptions, DatasetSource, check_tokenizer
+from miles_disagg.prompts.tasks import make_task
+from miles_disagg.trainer.hf_config import HfModelConfig, read_hf_config
+from miles_disagg.weights.checkpoint import open_checkpoint
+
+
+def preflight(config: RunConfig, machine: Machine | None) -> list[str]:
+    """All problems of a run, each naming its flag and the remedy. `machine` as in `config.checks.check`."""
+    problems = check(config, machine)
+    config = within_range(config)
+    model, found = _model(config)
+    problems.extend(found)
+    problems.extend(_reward(config))
+    problems.extend(_task(config))
+    if model is not None and not problems:
+        problems.extend(_prompts(config, model))
+    return problems
+
+
+def data_options(config: RunConfig, path: str, max_positions: int, *, training: bool = True) -> DataOptions:
+    """How the prompts of `path` are read; a prompt leaves room for the longest completion in `max_positions`."""
+    data, rollout = config.data, config.rollout
+    response = rollout.rollout_max_response_len
+    if not training:
+        response = config.evaluation.eval_max_response_len or response
+    room = min(max_positions - response, rollout.rollout_max_prompt_len or max_positions)
+    if training:
+        room = min(room, config.trainer.max_tokens_per_gpu - response)
+    return DataOptions(
+        paths=(path,),
+        input_key=data.input_key,
+        label_key=data.label_key,
+        metadata_key=data.metadata_key,
+        apply_chat_template=data.apply_chat_template,
+        max_prompt_tokens=room,
+        long_prompts=data.long_prompts,
+        shuffle=data.rollout_shuffle and training,
+        seed=rollout.rollout_seed,
+        epochs=data.num_epoch if training else 1,
+    )
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The checkpoint's tokenizer. Raises ConfigError if there is none, or it belongs to another model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError([f"--hf-checkpoint {path}: no usable tokenizer: {reason}"]) from None
+
+
+def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
+    """The model's sizes, and what is wrong with its checkpoint or with splitting it as asked."""
+    if config.model.hf_checkpoint is None:
+        return None, []
+    path, trainer = config.checkpoint, config.trainer
+    if not path.is_dir():
+        return None, [f"--hf-checkpoint {path}: no such directory"]
+    problems: list[str] = []
+    model = None
+    try:
+        model = read_hf_config(path)
+    except CheckpointError as error:
+        problems.append(f"--hf-checkpoint {path}: {error}")
+    try:
+        open_checkpoint(path)
+    except CheckpointError as error:
+        problems.append(f"--hf-checkpoint {path}: {error}")
+    if model is not None:
+        problems += model.layout_problems(trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size)
+        longest = config.rollout.rollout_max_response_len
+        if longest >= model.max_positions:
+            problems.append(
+                f"--rollout-max-response-len {longest} leaves no room for a prompt in the model's "
+                f"{model.max_positions} positions: lower it"
+            )
+    return (model if not problems else None), problems
+
+
+def _reward(config: RunConfig) -> list[str]:
+    reward = config.reward
+    name = reward.custom_rm_path or (reward.rm_type if reward.rm_type != "remote_rm" else None)
+    if name is None or config.data.task:
+        return []
+    try:
+        load_reward(name)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _task(config: RunConfig) -> list[str]:
+    data = config.data
+    if not data.task:
+        return []
+    try:
+        make_task(
+            data.task,
+            seed=config.rollout.rollout_seed,
+            num_train=data.task_size,
+            num_held_out=config.evaluation.eval_task_size,
+        )
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
+    """Tokenizer, then every line of every prompt file: parsed, tokenized, and short enough."""
+    try:
+        tokenizer = load_tokenizer(config.checkpoint)
+        check_tokenizer(tokenizer, {"vocab_size": model.vocab_size, "eos_token_id": None})
+    except ConfigError as error:
+        yield from error.problems
+        return
+    files = [(f"--eval-prompt-data {name}", path, False) for name, path in config.evaluation.datasets.items()]
+    if config.data.prompt_data:
+        files.insert(0, ("--prompt-data", config.data.prompt_data, True))
+    for flag, path, training in files:
+        try:
+            DatasetSource(data_options(config, path, model.max_positions, training=training), tokenizer)
+        except PromptDataError as error:
+            yield f"{flag}: {error}"

@@ -1,0 +1,359 @@
+"""What cannot work, found before anything starts: ranges, combinations, and what this machine lacks.
+
+Every problem is reported at once, naming its flags and the remedy. What the files hold (checkpoint, tokenizer,
+prompts) is looked at by `cluster.preflight`, through the readers that use them.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_disagg.config.base import bounds_of
+from miles_disagg.config.flags import SGLANG_PREFIX, closest, flag, section_of
+from miles_disagg.config.machine import Machine, port_problem
+from miles_disagg.config.placement import plan_placement
+from miles_disagg.config.resolve import is_url, joins_cluster, resolve
+from miles_disagg.config.run import RunConfig
+from miles_disagg.domain.errors import InvalidVersionRef
+from miles_disagg.domain.versions import check_run_id
+
+REWARDS = ("exact", "math", "reasoning-gym", "remote_rm")
+# Server arguments that the system itself sets.
+_OWNED_SERVER_ARGS = {
+    "model-path": "--hf-checkpoint",
+    "tp-size": "--rollout-num-gpus-per-engine",
+    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "host": "--gateway-host",
+    "port": "--gateway-port",
+    "base-gpu-id": "--rollout-num-gpus",
+}
+
+
+def check(config: RunConfig, machine: Machine | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """All problems of a configuration, resolved or not; empty if there are none.
+
+    machine: what the run may use, where that is known here; None when it joins a Ray cluster (Ray decides at start).
+    """
+    problems = list(_out_of_range(config).values())
+    config = within_range(config)
+    for rule in (_required, _data, _topology, _sglang, _weights, _pacing, _trainer, _loss, _outputs):
+        problems.extend(rule(config))
+    problems.extend(_addresses(config))
+    if not joins_cluster(config, environ):
+        problems.extend(_installed(config))
+        if machine is not None:
+            problems.extend(_resources(config, machine))
+    return problems
+
+
+def within_range(config: RunConfig) -> RunConfig:
+    """The configuration with illegal numbers put back to their defaults, so that the other rules can still speak."""
+    wrong = _out_of_range(config)
+    return config.replace(**{name: _default(name) for name in wrong}) if wrong else config
+
+
+def _out_of_range(config: RunConfig) -> dict[str, str]:
+    """A problem for every field whose number is out of its bounds."""
+    problems: dict[str, str] = {}
+    for field, section in section_of().items():
+        values = getattr(config, section)
+        info = type(values).model_fields[field]
+        bounds, value = bounds_of(info.annotation, info.metadata), getattr(values, field)
+        if bounds is not None and value is not None and not bounds.allows(value):
+            problems[field] = f"{flag(field)} is {value:g}: it must be {bounds}"
+    return problems
+
+
+def _default(field: str) -> Any:
+    return getattr(getattr(RunConfig(), section_of()[field]), field)
+
+
+def _required(config: RunConfig) -> Iterator[str]:
+    if config.model.hf_checkpoint is None:
+        yield "--hf-checkpoint is missing: give the checkpoint directory of the model to train"
+    if config.rollout.num_rollout is None:
+        yield "--num-rollout is missing: give the number of training steps"
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data, reward, evaluation = config.data, config.reward, config.evaluation
+    if data.prompt_data and data.task:
+        yield "--prompt-data and --task both say where prompts come from: drop one"
+    if not data.prompt_data and not data.task:
+        yield "--prompt-data is missing: give a .jsonl or .parquet file, or a --task"
+    if reward.rm_type and reward.custom_rm_path:
+        yield "--rm-type and --custom-rm-path both say how to score: drop one"
+    if not reward.rm_type and not reward.custom_rm_path and not data.task:
+        yield f"--rm-type is missing: give one of {', '.join(REWARDS)}, or --custom-rm-path module.function"
+    if reward.rm_type and reward.rm_type not in REWARDS:
+        yield f"--rm-type {reward.rm_type} is unknown{closest(reward.rm_type, REWARDS)}; there are {', '.join(REWARDS)}"
+    if (reward.rm_type == "remote_rm") != bool(reward.rm_url):
+        yield "--rm-type remote_rm and --rm-url go together: give both or neither"
+    if reward.rm_type in ("exact", "math") and data.prompt_data and not data.label_key:
+        yield f"--rm-type {reward.rm_type} compares with an answer: name its key with --label-key"
+    if len(evaluation.eval_prompt_data) % 2:
+        yield "--eval-prompt-data takes pairs of a name and a file: NAME PATH [NAME PATH ...]"
+    if evaluation.eval_prompt_data and evaluation.eval_interval is None:
+        yield "--eval-prompt-data has no effect without --eval-interval: give both"
+    if evaluation.eval_interval and not evaluation.eval_prompt_data and not data.task:
+        yield "--eval-interval needs held-out prompts: give --eval-prompt-data NAME PATH"
+    if config.rollout.n_samples_per_prompt < 2:
+        yield (
+            "--n-samples-per-prompt 1 with --advantage-estimator grpo: a group of one has no advantage; give at least 2"
+        )
+
+
+def _topology(config: RunConfig) -> Iterator[str]:
+    engines = config.engines
+    if engines.rollout_external and not engines.rollout_external_engine_addrs:
+        yield "--rollout-external needs --rollout-external-engine-addrs HOST:PORT ..."
+    if engines.rollout_external_engine_addrs and not engines.rollout_external:
+        yield "--rollout-external-engine-addrs has no effect without --rollout-external: give both"
+    if bool(engines.rollout_endpoint) != bool(engines.version_store):
+        yield "--rollout-endpoint and --version-store go together: the service follows that store; give both"
+    if engines.rollout_endpoint and engines.rollout_external:
+        yield "--rollout-endpoint and --rollout-external are different topologies: drop one"
+    if engines.rollout_endpoint and not engines.rollout_endpoint.startswith(("http://", "https://")):
+        yield f"--rollout-endpoint {engines.rollout_endpoint} is not an http:// or https:// URL"
+    yield from _external_addresses(engines.rollout_external_engine_addrs)
+    if engines.topology != "managed":
+        for field in ("rollout_num_gpus", "num_rollout_engines", "sglang_args", "sglang_python"):
+            if getattr(engines, field):
+                name = "--sglang-*" if field == "sglang_args" else flag(field)
+                yield f"{name} starts engines, but this run starts none ({engines.topology} topology): drop it"
+        return
+    total, each = engines.rollout_num_gpus, engines.rollout_num_gpus_per_engine
+    if total % each:
+        yield f"--rollout-num-gpus {total} is not divisible by --rollout-num-gpus-per-engine {each}"
+    if not total and each > 1:
+        yield f"--rollout-num-gpus-per-engine {each} has no effect without --rollout-num-gpus"
+    if total and engines.num_rollout_engines not in (None, max(1, total // each)):
+        yield (
+            f"--num-rollout-engines {engines.num_rollout_engines} contradicts --rollout-num-gpus {total} / "
+            f"--rollout-num-gpus-per-engine {each} = {total // each}: drop it"
+        )
+    if each > config.cluster.num_gpus_per_node and each % config.cluster.num_gpus_per_node:
+        yield (
+            f"--rollout-num-gpus-per-engine {each} spans nodes and must be a multiple of --num-gpus-per-node "
+            f"{config.cluster.num_gpus_per_node}"
+        )
+    if engines.rollout_engine == "embedded" and each > 1:
+        yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs per engine"
+
+
+def _external_addresses(addresses: Iterable[str]) -> Iterator[str]:
+    seen = set()
+    for address in addresses:
+        host, colon, port = address.removeprefix("http://").rpartition(":")
+        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            yield f"--rollout-external-engine-addrs: {address!r} is not HOST:PORT"
+        if address in seen:
+            yield f"--rollout-external-engine-addrs: {address} is given twice"
+        seen.add(address)
+
+
+def _sglang(config: RunConfig) -> Iterator[str]:
+    engines = config.engines
+    ours = [field for field in section_of() if field.startswith(SGLANG_PREFIX) and field != "sglang_args"]
+    if engines.topology == "managed" and engines.rollout_engine == "embedded":
+        for name in engines.sglang_args:
+            yield (
+                f"--sglang-{name} has no effect with --rollout-engine embedded: add --rollout-engine sglang, or drop it"
+            )
+        if engines.sglang_python:
+            yield "--sglang-python has no effect without --rollout-engine sglang: give both"
+    for name in engines.sglang_args:
+        if name in _OWNED_SERVER_ARGS:
+            yield f"--sglang-{name} is set by this program: use {_OWNED_SERVER_ARGS[name]}"
+        near = closest(f"sglang_{name.replace('-', '_')}", ours).replace("_", "-")
+        if near:
+            yield f"--sglang-{name} would be passed to the server{near.replace('meant ', 'meant --')}"
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    w, topology = config.weights, config.engines.topology
+    short = w.update_weight_transfer_mode
+    if short == "p2p":
+        yield "--update-weight-transfer-mode p2p is not available yet: use broadcast, disk-full or disk-delta"
+        return
+    if short:
+        implied = ("delta" if short == "disk-delta" else "full", "disk" if short.startswith("disk") else "broadcast")
+        for name, given, wanted in (
+            ("--update-weight-mode", w.update_weight_mode, implied[0]),
+            ("--update-weight-transport", w.update_weight_transport, implied[1]),
+        ):
+            if given not in (None, wanted):
+                yield f"--update-weight-transfer-mode {short} means {name} {wanted}, not {given}: drop one of them"
+    if config.trainer.colocate:
+        yield "--colocate: trainer and engines are separate systems here; give each its own resources and drop it"
+        if w.mode == "delta":
+            yield "--colocate cannot be combined with --update-weight-mode delta: on one device weights are not sent"
+    if not w.publishes_deltas:
+        for field in ("update_weight_encoding", "update_weight_anchor_interval"):
+            if getattr(w, field) is not None:
+                yield f"{flag(field)} is for deltas on disk: add --update-weight-transfer-mode disk-delta, or drop it"
+    if w.update_weight_disk_keep_files and (w.mode, w.transport) != ("full", "disk"):
+        yield "--update-weight-disk-keep-files is for --update-weight-transfer-mode disk-full: drop it"
+    store, given = config.engines.version_store, w.update_weight_disk_dir
+    if topology == "service" and w.transport == "broadcast":
+        yield (
+            "--rollout-endpoint needs weights through the store: add --update-weight-transfer-mode disk-delta "
+            "(or disk-full)"
+        )
+    if store and given and given.rstrip("/") != _same_form(store, given):
+        yield f"--version-store {store} and --update-weight-disk-dir {given} name different stores: drop the latter"
+    if config.trainer.actor_num_nodes > 1 and w.transport == "disk" and not given and not store:
+        yield "--update-weight-disk-dir is missing: with --actor-num-nodes above 1 give a path that every host sees"
+    for name, place in (("--update-weight-disk-dir", given), ("--version-store", store)):
+        if place and is_url(place) and not place.startswith(("s3://", "file://")):
+            yield f"{name} {place}: only a directory, file:// and s3:// are supported"
+    if w.update_weight_local_checkpoint_dir and is_url(w.update_weight_local_checkpoint_dir):
+        yield "--update-weight-local-checkpoint-dir must be a local directory: an engine loads from it"
+
+
+def _same_form(store: str, given: str) -> str:
+    """`store` made absolute if `given` is, so that a resolved configuration equals the one it came from."""
+    absolute = not is_url(store) and Path(given).is_absolute()
+    return (str(Path(store).expanduser().absolute()) if absolute else store).rstrip("/")
+
+
+def _pacing(config: RunConfig) -> Iterator[str]:
+    pacing, n = config.pacing, config.rollout.n_samples_per_prompt
+    if pacing.schedule == "async" and config.engines.pause_generation_mode == "abort":
+        yield (
+            "--pause-generation-mode abort cannot be used with --schedule async: generation is always in flight and "
+            "every update would throw it away; use in_place or retract, or --schedule sync"
+        )
+    in_flight = pacing.async_max_concurrent_samples
+    if in_flight is not None and in_flight < n:
+        yield (
+            f"--async-max-concurrent-samples {in_flight} is below --n-samples-per-prompt {n}: "
+            "not even one group could be generated; raise it"
+        )
+    lag = pacing.max_weight_staleness
+    if lag is not None and pacing.update_weights_interval > 1 and lag == 0:
+        yield (
+            f"--max-weight-staleness 0 with --update-weights-interval {pacing.update_weights_interval}: "
+            "samples between two publications would never be fresh enough; set the interval to 1"
+        )
+
+
+def _trainer(config: RunConfig) -> Iterator[str]:
+    t = config.trainer
+    tp, pp = t.tensor_model_parallel_size, t.pipeline_model_parallel_size
+    total = config.samples_per_step
+    batch = t.global_batch_size or total
+    if t.world_size % (tp * pp):
+        yield (
+            f"--actor-num-nodes {t.actor_num_nodes} x --actor-num-gpus-per-node {t.actor_num_gpus_per_node} = "
+            f"{t.world_size} rank(s), not divisible by --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp} = {tp * pp}"
+        )
+    elif batch % t.data_parallel_size:
+        yield (
+            f"--global-batch-size {batch} is not divisible by the data parallel size {t.data_parallel_size} "
+            f"({t.world_size} ranks / ({tp} x {pp}))"
+        )
+    if total % batch:
+        yield (
+            f"--global-batch-size {batch} does not divide the {total} samples of a step "
+            f"(--rollout-batch-size {config.rollout.rollout_batch_size} x --n-samples-per-prompt "
+            f"{config.rollout.n_samples_per_prompt})"
+        )
+    if t.max_tokens_per_gpu <= config.rollout.rollout_max_response_len:
+        yield (
+            f"--max-tokens-per-gpu {t.max_tokens_per_gpu} cannot hold one sample of --rollout-max-response-len "
+            f"{config.rollout.rollout_max_response_len} tokens and its prompt: raise it"
+        )
+
+
+def _loss(config: RunConfig) -> Iterator[str]:
+    loss, optimizer = config.loss, config.optimizer
+    if loss.kl_loss_coef > 0 and not loss.use_kl_loss:
+        yield "--kl-loss-coef has no effect without --use-kl-loss: give both"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}"
+    steps = resolve(config).optimizer.lr_decay_iters
+    if optimizer.lr_decay_style != "constant" and steps is not None and steps <= optimizer.lr_warmup_iters:
+        yield (
+            f"--lr-decay-style {optimizer.lr_decay_style}: --lr-warmup-iters {optimizer.lr_warmup_iters} leaves "
+            f"nothing of the {steps} steps of --lr-decay-iters"
+        )
+
+
+def _outputs(config: RunConfig) -> Iterator[str]:
+    run_id = config.output.run_id
+    if run_id is not None:
+        try:
+            check_run_id(run_id)
+        except InvalidVersionRef as error:
+            yield f"--run-id: {error}"
+    run_dir = config.output.run_dir
+    if run_dir and is_url(run_dir):
+        yield f"--run-dir {run_dir} must be a local directory"
+    elif run_dir:
+        yield from _run_directory(Path(run_dir).expanduser())
+    root = config.engines.version_store or config.weights.update_weight_disk_dir
+    if root and run_id and not is_url(root) and (Path(root).expanduser() / run_id / "run.json").exists():
+        yield (
+            f"--update-weight-disk-dir {root} already holds versions of run {run_id}: give another --run-id or "
+            "another directory"
+        )
+
+
+def _run_directory(path: Path) -> Iterator[str]:
+    if path.exists() and not path.is_dir():
+        yield f"--run-dir {path} is not a directory"
+    elif (path / "config.yaml").exists():
+        yield f"--run-dir {path} already holds a run: give another directory, or remove that one"
+    else:
+        parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not os.access(parent, os.W_OK):
+            yield f"--run-dir {path}: {parent} is not writable"
+
+
+def _addresses(config: RunConfig) -> Iterator[str]:
+    cluster = config.cluster
+    reason = port_problem(cluster.gateway_host, cluster.gateway_port)
+    if reason:
+        yield (
+            f"--gateway-port {cluster.gateway_port} on {cluster.gateway_host}: {reason}; "
+            "use another, or 0 for any free one"
+        )
+
+
+def _installed(config: RunConfig) -> Iterator[str]:
+    engines = config.engines
+    if config.output.use_wandb and importlib.util.find_spec("wandb") is None:
+        yield "--use-wandb: wandb is not installed; pip install 'miles-disagg[wandb]', or drop it"
+    if engines.topology != "managed" or engines.rollout_engine != "sglang":
+        return
+    if engines.sglang_python is None and importlib.util.find_spec("sglang") is None:
+        yield "--rollout-engine sglang: SGLang is not installed here; give --sglang-python PATH of its environment"
+    if engines.sglang_python and not os.access(engines.sglang_python, os.X_OK):
+        yield f"--sglang-python {engines.sglang_python} is not an executable file"
+
+
+def _resources(config: RunConfig, machine: Machine) -> Iterator[str]:
+    """GPUs and nodes that this machine lacks. Cores are only reserved by name: a local Ray shares them."""
+    resolved = resolve(config, machine.gpus)
+    if config.trainer.actor_num_nodes > 1:
+        yield (
+            f"--actor-num-nodes {config.trainer.actor_num_nodes}: this run would start Ray on one machine; "
+            "join a cluster with --ray-address"
+        )
+    wanted: dict[str, Any] = plan_placement(resolved).total()
+    gpus = int(wanted.get("GPU", 0))
+    if gpus > machine.gpus:
+        asked = [f"--rollout-num-gpus {config.engines.rollout_num_gpus}"] if config.engines.rollout_num_gpus else []
+        if resolved.trainer.trainer_device == "cuda":
+            asked.insert(0, f"--actor-num-gpus-per-node {config.trainer.actor_num_gpus_per_node}")
+        yield (
+            f"{' and '.join(asked)} want {gpus} GPU(s), this machine has {machine.gpus}: lower them, use "
+            "--trainer-device cpu, or join a cluster with --ray-address"
+        )
+    for field in ("actor_node_resource", "rollout_node_resource"):
+        if getattr(config.cluster, field):
+            yield f"{flag(field)} names nodes of a Ray cluster: join one with --ray-address, or drop it"

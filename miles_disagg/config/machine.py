@@ -1,0 +1,59 @@
+"""What this machine has: CPU cores, GPUs, free ports. Found without importing torch or ray."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Resources of one machine as this process may use them."""
+
+    cpus: int
+    gpus: int
+
+    @classmethod
+    def local(cls, environ: Mapping[str, str] = os.environ) -> "Machine":
+        """This machine: cores by affinity and cgroup quota, GPUs by CUDA_VISIBLE_DEVICES or the driver."""
+        return cls(cpus=_cpus(), gpus=_gpus(environ))
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why a server cannot listen on `host:port`, or None. Port 0 always can."""
+    if port == 0:
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def _cpus() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def _gpus(environ: Mapping[str, str]) -> int:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip() and d.strip() not in ("-1", "NoDevFiles")])
+    try:
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        pass
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
