@@ -20,15 +20,15 @@ class Materialized:
 
     path: the checkpoint directory; its contents stay as they are until the next `materialize` of the same stager.
     previous: the version the directory held before (None: it was seeded anew or written in full).
-    deltas: local directories of the delta versions applied on top of `previous`, ascending (empty: full or nothing
-        to do); they stay until the next `materialize`, so an in-place activation can scatter from them.
+    patch: file with the positions and new values of every element that differs from `previous`, verified (format:
+        `weights.chain`); an in-place activation scatters from it. None where the directory was built anew.
     seconds: `fetch` and `materialize`; wire_bytes: bytes read from the store.
     """
 
     ref: VersionRef
     path: Path
     previous: VersionRef | None = None
-    deltas: tuple[Path, ...] = ()
+    patch: Path | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     wire_bytes: int = 0
 
