@@ -50,7 +50,7 @@ def reasoning_gym_score(sample: Sample) -> float:
         raise RewardError(
             "reward reasoning-gym: the prompt's metadata has no `entry`; make the data with prompts.tasks"
         )
-    score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+    score = cast(Any, reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"]))
     return float(score(answer=sample.text.strip(), entry=entry))
 
 

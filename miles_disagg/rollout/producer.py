@@ -1,0 +1,308 @@
+"""Keeps a bounded number of samples in flight and pushes scored groups into the buffer.
+
+Admission is `pacing`, one group is `generation`, the queue is `buffer.data_buffer`, the books are `prompts.ledger`.
+Plain asyncio, one event loop, no Ray: `actor` wraps it. Producer, buffer and ledger live in one process, so that the
+books are never behind what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miles_disagg.buffer.base import BufferClosed
+from miles_disagg.buffer.data_buffer import DataBuffer
+from miles_disagg.domain.errors import DeadlineExceeded
+from miles_disagg.domain.samples import Prompt, SampleGroup
+from miles_disagg.domain.versions import Constraint
+from miles_disagg.prompts.base import PromptSource, Reward
+from miles_disagg.prompts.ledger import Ledger
+from miles_disagg.rollout.base import GenerationClient, GroupFilter, RolloutOptions, SamplingOptions
+from miles_disagg.rollout.generation import GroupFailed, GroupGenerator
+from miles_disagg.rollout.pacing import Pacing
+from miles_disagg.rollout.slots import Slots
+
+
+class Producer:
+    """Prompts in, scored groups out, never more than can be consumed within the staleness bound.
+
+    Asynchronous schedule: `start()`, then `advance(version)` after every publication; the trainer takes batches from
+    the buffer. Synchronous schedule: `await produce(n, constraint)` instead. `trained(keys)` closes the books of a
+    batch. An unexpected exception ends production and is raised by `raise_failure()`, `produce` and `stop`.
+    """
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        source: PromptSource,
+        reward: Reward,
+        buffer: DataBuffer,
+        ledger: Ledger,
+        options: RolloutOptions,
+        sampling: SamplingOptions,
+        *,
+        run_id: str,
+        version: int = 0,
+        group_filter: GroupFilter | None = None,
+        on_group: Callable[[SampleGroup], None] | None = None,
+    ):
+        self._source, self._buffer, self.ledger, self._options = source, buffer, ledger, options
+        self._filter, self._on_group = group_filter, on_group
+        self._slots = Slots(options.max_concurrent_samples)
+        self._generator = GroupGenerator(client, reward, options, sampling, self._slots, run_id)
+        self._pacing = Pacing(options.max_staleness, options.groups_per_version, version, version)
+        self._retries: deque[Prompt] = deque()
+        self._tasks: dict[asyncio.Task[None], Prompt] = {}
+        self._loop_task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._paused = False
+        self._failure: BaseException | None = None
+        self._queued_total = 0
+        self.poison: dict[str, str] = {}
+        self.drop_reasons: Counter[str] = Counter()
+        buffer.listen(self)
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin the asynchronous schedule."""
+        if self._loop_task is None:
+            self._loop_task = asyncio.create_task(self._run(), name="producer")
+            self._loop_task.add_done_callback(self._check)
+
+    def pause(self) -> None:
+        """Start no further group; what is in flight goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Start groups again."""
+        self._paused = False
+        self._changed.set()
+
+    def advance(self, version: int) -> None:
+        """A version was published: groups for the next steps may start."""
+        self._pacing.advance(version)
+        self._changed.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Pause, and wait until nothing is in flight. DeadlineExceeded names how much still is."""
+        self.pause()
+        if self._tasks:
+            _, late = await asyncio.wait(list(self._tasks), timeout=timeout)
+            if late:
+                raise DeadlineExceeded("groups in flight to finish", timeout, self.upstream())
+        self.raise_failure()
+
+    async def stop(self) -> None:
+        """End at once: cancel what is in flight (dropped as `stopped`). Raises what ended production, if anything."""
+        tasks = list(self._tasks)
+        if self._loop_task is not None:
+            tasks.append(self._loop_task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop_task = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the unexpected exception that ended production, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    # --- schedules ----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        held = self._options.n_samples_per_prompt if self._options.granularity == "group" else 1
+        while True:
+            # Slots are taken last: holding them while pacing says no could starve the very group it waits for.
+            await self._admission()
+            await self._slots.acquire(held)
+            constraint = self._constraint()
+            prompt = None if constraint is None else self._next_prompt()
+            if prompt is not None and constraint is not None:
+                self._launch(prompt, constraint, held)
+                continue
+            self._slots.release(held)
+            if constraint is not None:
+                await self._end_of_data()
+
+    def _constraint(self) -> Constraint | None:
+        return None if self._paused else self._pacing.constraint(self.outstanding)
+
+    async def _admission(self) -> None:
+        """Wait until one more group may start."""
+        while self._constraint() is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _end_of_data(self) -> None:
+        """Tell the buffer when the last prompt is through; return when there is one to hand out again."""
+        while not self._retries:
+            self._changed.clear()
+            self._buffer.set_ended(not self._tasks)
+            await self._changed.wait()
+        self._buffer.set_ended(False)
+
+    async def produce(self, n_groups: int, constraint: Constraint, timeout: float) -> None:
+        """Synchronous schedule: put exactly `n_groups` scored groups into the buffer, replacing those that fail.
+
+        DeadlineExceeded after `timeout` s; fewer groups, and the buffer marked as ended, when the data is over.
+        """
+        goal = self._queued_total + n_groups
+        try:
+            async with asyncio.timeout(timeout):
+                while self._queued_total < goal:
+                    self.raise_failure()
+                    self._changed.clear()
+                    while self._queued_total + len(self._tasks) < goal:
+                        prompt = self._next_prompt()
+                        if prompt is None:
+                            break
+                        self._launch(prompt, constraint, slots_held=0)
+                    if not self._tasks:
+                        self._buffer.set_ended(True)
+                        return
+                    await self._changed.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{n_groups} groups under {constraint}", timeout, self.upstream()) from None
+
+    # --- one group ----------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Groups started and not yet taken by the trainer: in flight, or queued."""
+        return len(self._tasks) + len(self._buffer)
+
+    def _next_prompt(self) -> Prompt | None:
+        return self._retries.popleft() if self._retries else self._source.next_prompt()
+
+    def _launch(self, prompt: Prompt, constraint: Constraint, slots_held: int) -> None:
+        attempt = self.ledger.handed_out(prompt.key)
+        task = asyncio.create_task(self._group(prompt, attempt, constraint, slots_held), name=f"group {prompt.key}")
+        self._tasks[task] = prompt
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        prompt = self._tasks.pop(task)
+        if self.ledger.entry(prompt.key).state in ("generating", "in_flight"):
+            self._drop(prompt, "stopped" if task.cancelled() else "crashed")
+            self._retries.append(prompt)
+        self._check(task)
+        self._changed.set()
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        """An exception that nobody expected ends production, and says so to whoever waits for a batch."""
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+            self.pause()
+            self._buffer.fail(error)
+
+    async def _group(self, prompt: Prompt, attempt: int, constraint: Constraint, slots_held: int) -> None:
+        try:
+            group = await self._generator.group(prompt, attempt, constraint, slots_held)
+        except GroupFailed as failure:
+            self._drop(prompt, failure.reason)
+            self._retry_or_give_up(prompt, str(failure))
+            return
+        self.ledger.generated(prompt.key)
+        if self._on_group:
+            self._on_group(group)
+        reason = self._filter(group) if self._filter else None
+        if reason is not None:
+            self._drop(prompt, reason)
+            return
+        try:
+            await self._buffer.put(group, self._options.put_timeout)
+        except BufferClosed:
+            self._drop(prompt, "closed")
+
+    def _drop(self, prompt: Prompt, reason: str) -> None:
+        self.drop_reasons[reason] += 1
+        self.ledger.dropped(prompt.key, reason)
+
+    def _retry_or_give_up(self, prompt: Prompt, why: str) -> None:
+        if self.ledger.attempts(prompt.key) < self._options.prompt_attempts:
+            self._retries.append(prompt)
+        else:
+            self.poison[prompt.key] = why
+
+    # --- what the buffer tells (BufferListener) -----------------------------------------------
+
+    def queued(self, group: SampleGroup) -> None:
+        """The buffer accepted a group."""
+        self._queued_total += 1
+        self.ledger.queued(group.prompt.key)
+        self._changed.set()
+
+    def taken(self, group: SampleGroup, trainer_version: int) -> None:
+        """The trainer took a group."""
+        self._pacing.taken(1, trainer_version)
+        self.ledger.taken(group.prompt.key)
+        self._changed.set()
+
+    def dropped(self, group: SampleGroup, reason: str) -> None:
+        """A group left the buffer untrained; handed out again if the options say so."""
+        self._drop(group.prompt, reason)
+        if reason == "stale" and self._options.unused == "retry":
+            self._retries.append(group.prompt)
+            self._buffer.set_ended(False)
+        self._changed.set()
+
+    def upstream(self) -> str:
+        """One line on what is on its way and what stands in the way."""
+        parts = [
+            f"in flight {len(self._tasks)} groups ({self._slots.used} samples generating)",
+            f"newest published version {self._pacing.published}",
+        ]
+        if self._paused:
+            parts.append("the producer is paused")
+        if self._failure is not None:
+            parts.append(f"production ended: {type(self._failure).__name__}: {self._failure}")
+        if self._generator.rejected:
+            parts.append("failures " + ", ".join(f"{k} {v}" for k, v in self._generator.rejected.most_common(5)))
+        if self.poison:
+            parts.append(f"{len(self.poison)} prompts given up, last: {list(self.poison.values())[-1]}")
+        return ", ".join(parts)
+
+    # --- books ----------------------------------------------------------------------------------
+
+    def trained(self, keys: list[str]) -> None:
+        """An optimizer step consumed these prompts."""
+        self.ledger.trained(keys)
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/in_flight` and `rollout/fully_async/*` by their stable names."""
+        aborted = sum(self.ledger.totals()["failed"].values())
+        return {
+            **self._buffer.metrics(),
+            "rollout/in_flight": float(self._slots.used),
+            "rollout/fully_async/aborted_groups_filtered": float(aborted),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: cursor, books, queued groups, and prompts to hand out again after a restart."""
+        return {
+            "source": dict(self._source.state()),
+            "ledger": self.ledger.state(),
+            "buffer": self._buffer.snapshot(),
+            "retries": [p.key for p in self._retries],
+            "poison": dict(self.poison),
+            "pacing": dataclasses.asdict(self._pacing),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, before anything is started. What was in flight then is handed out again."""
+        self._source.load_state(state["source"])
+        self._buffer.restore(state["buffer"])
+        self.ledger.load_state(state["ledger"])
+        queued = [g["prompt"] for g in state["buffer"]["groups"]]
+        lost = self.ledger.abandon("restart", keep=[f"{p['epoch']}:{p['index']}" for p in queued])
+        self._retries.extend(self._source.prompt(key) for key in [*lost, *state["retries"]])
+        self.poison = dict(state["poison"])
+        saved, now = state["pacing"], self._pacing
+        now.published, now.trainer_version, now.consumed = (
+            saved[k] for k in ("published", "trainer_version", "consumed")
+        )
