@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from miles_disagg.domain.errors import DeadlineExceeded
 from miles_disagg.trainer.base import RankSpec, TrainerSpec
-from miles_disagg.trainer.megatron import cpu_shim
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ def initialize(spec: TrainerSpec, rank: RankSpec) -> Layout:
 
     ValueError: the world size is no multiple of TP x PP.
     """
-    cpu_shim.install()
     model_parallel = spec.tensor_parallel * spec.pipeline_parallel
     if rank.world_size % model_parallel:
         raise ValueError(
-            f"{rank.world_size} trainer ranks are not divisible by TP {spec.tensor_parallel} x PP {spec.pipeline_parallel}"
+            f"{rank.world_size} trainer ranks are no multiple of "
+            f"TP {spec.tensor_parallel} x PP {spec.pipeline_parallel}"
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -80,9 +81,6 @@ def initialize(spec: TrainerSpec, rank: RankSpec) -> Layout:
         world_size=rank.world_size,
         timeout=datetime.timedelta(seconds=spec.collective_timeout),
     )
-    from megatron.core import parallel_state as ps
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     ps.initialize_model_parallel(
         tensor_model_parallel_size=spec.tensor_parallel,
         pipeline_model_parallel_size=spec.pipeline_parallel,
@@ -118,7 +116,7 @@ def meet(rank: RankSpec, timeout: float) -> dist.Store:
             timeout=datetime.timedelta(seconds=timeout),
             wait_for_workers=False,
         )
-        store.set(f"here/{rank.rank}", b"1")
+        store.set(f"here/{rank.rank}", "1")
     except dist.DistError as e:
         raise DeadlineExceeded(f"trainer rank 0 to listen on {where}", timeout, _first_line(e)) from e
     everyone = [f"here/{r}" for r in range(rank.world_size)]
@@ -133,8 +131,6 @@ def meet(rank: RankSpec, timeout: float) -> dist.Store:
 
 def shutdown() -> None:
     """Leave Megatron's groups and the default process group."""
-    from megatron.core import parallel_state as ps
-
     if dist.is_initialized():
         ps.destroy_model_parallel()
         dist.destroy_process_group()

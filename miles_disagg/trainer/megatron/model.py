@@ -1,0 +1,85 @@
+"""Builds this rank's part of a Hugging Face model as a Megatron-core model. Weights come from `convert.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from miles_disagg.trainer.base import TrainerSpec
+from miles_disagg.trainer.hf_config import HfModelConfig
+from miles_disagg.trainer.megatron.attention import PackedAttention
+from miles_disagg.trainer.megatron.parallel import Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(hf: HfModelConfig, spec: TrainerSpec, layout: Layout) -> TransformerConfig:
+    """Megatron's configuration; every fusion that needs Transformer Engine, apex or a compiler is off."""
+    dtype = DTYPES[spec.dtype]
+    recompute: dict[str, Any] = {}
+    if spec.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif spec.recompute == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    return TransformerConfig(
+        num_layers=hf.num_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.ffn_size,
+        num_attention_heads=hf.num_heads,
+        num_query_groups=hf.num_kv_heads,
+        kv_channels=hf.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.norm_eps,
+        qk_layernorm=hf.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=hf.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        variable_seq_lengths=layout.pp_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=spec.dtype == "bf16",
+        use_cpu_initialization=layout.device.type == "cpu",
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        **recompute,
+    )
+
+
+def build_model(hf: HfModelConfig, config: TransformerConfig, layout: Layout) -> GPTModel:
+    """This rank's pipeline stage and tensor shard, with uninitialised weights, on the layout's device.
+
+    The one place that names Megatron's model class. forward(tokens [1, t], positions [1, t], None,
+    packed_seq_params=PackedSequences) gives logits [1, t, padded vocab / tp] on the last stage.
+    """
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        vocab_size=hf.padded_vocab_size(layout.tp_size),
+        max_sequence_length=hf.max_positions,
+        pre_process=layout.first_stage,
+        post_process=layout.last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf.tied,
+        position_embedding_type="rope",
+        rotary_base=int(hf.rope.theta),
+    )
+    inverse = torch.tensor(hf.rope.inverse_frequencies(hf.head_dim), dtype=torch.float32)
+    model.rotary_pos_emb.inv_freq = inverse.to(layout.device)
+    return model.to(device=layout.device, dtype=config.params_dtype)
