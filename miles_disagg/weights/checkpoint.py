@@ -202,7 +202,7 @@ def write_checkpoint(
             if not spools or (len(spools[-1][0]) and spools[-1][0].nbytes + data.nbytes > max_shard_bytes):
                 spools.append((ShardSpool(directory), {}))
             spool, checksums = spools[-1]
-            spool.write(memoryview(data))
+            spool.write(data.data)
             spool.commit(name, dtype, tuple(shape))
             checksums[name] = digest(data, checksum_format)
         written, weight_map, total = [], {}, 0

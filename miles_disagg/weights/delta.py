@@ -285,7 +285,7 @@ class ShardWriter:
                     new.nbytes // element_size(dtype), count_non_finite(new.view(unsigned(dtype)), dtype)
                 )
                 hasher.update(new)
-                frame.write(memoryview(new))
+                frame.write(new.data)
             else:
                 stats = self._codec.encode(old, new, dtype, frame.write, hasher)
             if stats.non_finite:

@@ -38,7 +38,7 @@ class XorCodec:
                 non_finite += count_non_finite(after.view(unsigned(dtype))[mask], dtype)
             if hasher is not None:
                 hasher.update(after)
-            sink(compressor.compress(memoryview(difference)))
+            sink(compressor.compress(difference.data))
         sink(compressor.flush())
         return EncodeStats(changed, non_finite)
 

@@ -1,0 +1,268 @@
+"""`sparse` and `sparse-max`: changed elements as gaps and integer differences in byte planes; one zstd frame.
+
+Frame (little-endian, before compression): header `MDSP`, format version, element bytes, block bytes, tensor bytes;
+then per block of BLOCK_BYTES a `_BLOCK` record and, by its form,
+
+* EMPTY: nothing changed.
+* SPARSE: a `_CLASS` record per class; per class its gaps (`kernels.pack_gaps`); then plane by plane, class by class,
+  the zigzag differences of the changed elements.
+* DENSE: the zigzag differences of all elements, plane by plane. Chosen where more than half changed. zstd stores what it
+  cannot compress, so no frame exceeds the raw bytes by more than 1 % (and a header).
+
+`sparse` has one class. `sparse-max` has up to 16, by the exponent of the *old* value, which the receiver holds: under a
+fixed step size the chance that a rounded weight moves halves with every octave, so gaps within a class cost less.
+zstd blocks end where streams end, so every stream gets its own entropy table.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from miles_disagg.domain.errors import CheckpointError
+from miles_disagg.weights.codecs import kernels
+from miles_disagg.weights.codecs.base import BLOCK_BYTES, EncodeStats, FrameReader, Sink, check_pair
+from miles_disagg.weights.digest import Hasher
+from miles_disagg.weights.dtypes import element_size, non_finite_mask, unsigned
+
+FORMAT_VERSION = 1
+_HEADER = struct.Struct("<4sBBHIQ")
+_MAGIC = b"MDSP"
+_BLOCK = struct.Struct("<BBHI")  # form, classes, 0, changed elements
+_CLASS = np.dtype([("threshold", "<u8"), ("count", "<u4"), ("gap_bytes", "<u4"), ("wide", "<u4")])
+_EMPTY, _SPARSE, _DENSE = 0, 1, 2
+_HOT_BYTES = 128 << 10  # compared, hashed and gathered while in the second-level cache
+_OWN_ZSTD_BLOCK = 1 << 10  # shorter streams share an entropy table
+_WIDE_FROM = 600  # mean gap above which two bytes a gap are cheaper than escapes
+_MAX_CLASSES = 16
+_CLASSES_FROM = 1 << 14  # elements below which classes cost more than they save
+# dtype -> mantissa bits: a class is an octave of the old value's magnitude.
+_MANTISSA = {"F16": 10, "BF16": 7, "F32": 23, "F64": 52, "F8_E4M3": 3, "F8_E5M2": 2}
+
+
+class SparseCodec:
+    """See the module. `name` is `sparse` or `sparse-max`; both read either's frames."""
+
+    def __init__(self, name: str = "sparse"):
+        self.name = name
+
+    def encode(
+        self, old: np.ndarray, new: np.ndarray, dtype: str, sink: Sink, hasher: Hasher | None = None
+    ) -> EncodeStats:
+        check_pair(old, new)
+        out = _Compressor(sink)
+        out.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, element_size(dtype), 0, BLOCK_BYTES, new.size))
+        block = _BlockEncoder(dtype, min(BLOCK_BYTES, new.size), self.name == "sparse-max")
+        changed = 0
+        for begin in range(0, new.size, BLOCK_BYTES):
+            end = min(begin + BLOCK_BYTES, new.size)
+            changed += block.encode(old[begin:end], new[begin:end], hasher, out)
+        out.finish()
+        return EncodeStats(changed, block.non_finite)
+
+    def decoder(self, frame: Any, nbytes: int, dtype: str) -> _SparseDecoder:
+        return _SparseDecoder(frame, nbytes, dtype)
+
+
+class _Compressor:
+    """One zstd frame, with a block boundary after every long stream."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self._zstd = zstandard.ZstdCompressor(level=1).compressobj()
+
+    def write(self, data: Any) -> None:
+        self._sink(self._zstd.compress(data))
+
+    def write_stream(self, data: np.ndarray) -> None:
+        if data.size:
+            self.write(data.data)
+            if data.size >= _OWN_ZSTD_BLOCK:
+                self._sink(self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+
+    def finish(self) -> None:
+        self._sink(self._zstd.flush())
+
+
+class _BlockEncoder:
+    """Scratch memory for one tensor's blocks (a few bytes per element of one block), and the encoding of one."""
+
+    def __init__(self, dtype: str, block_bytes: int, by_class: bool):
+        self._dtype, self._width = dtype, element_size(dtype)
+        self._zero = unsigned(dtype).type(0)
+        self._finite_mask = np.uint64(non_finite_mask(dtype))
+        self._by_class = by_class and dtype in _MANTISSA
+        elements = block_bytes // self._width
+        self._positions = np.empty(elements, np.uint32)
+        self._planes = np.empty((self._width, elements), np.uint8)
+        self._gaps = np.empty(0, np.uint32)
+        self.non_finite = 0
+
+    def encode(self, old: np.ndarray, new: np.ndarray, hasher: Hasher | None, out: _Compressor) -> int:
+        """Compare, hash and gather one block in one pass over memory; how many elements changed."""
+        n, elements, hot = 0, new.size // self._width, _HOT_BYTES // self._width
+        a, b, positions = old.ctypes.data, new.ctypes.data, self._positions
+        for begin in range(0, elements, hot):
+            end = min(begin + hot, elements)
+            first, n = n, kernels.scan(a, b, begin, end, self._zero, positions, n)
+            if hasher is not None:
+                hasher.update(new[begin * self._width : end * self._width])
+            if n > first:
+                self.non_finite += kernels.differences(
+                    a, b, positions, first, n, self._zero, self._planes, self._finite_mask
+                )
+        if not n:
+            out.write(_BLOCK.pack(_EMPTY, 0, 0, 0))
+        elif 2 * n > elements:
+            self._write_dense(old, new, n, out)
+        else:
+            self._write_sparse(old, n, out)
+        return n
+
+    def _write_dense(self, old: np.ndarray, new: np.ndarray, n: int, out: _Compressor) -> None:
+        out.write(_BLOCK.pack(_DENSE, 0, 0, n))
+        elements = new.size // self._width
+        everywhere = np.arange(elements, dtype=np.uint32)
+        kernels.differences(
+            old.ctypes.data, new.ctypes.data, everywhere, 0, elements, self._zero, self._planes, np.uint64(0)
+        )
+        for plane in self._planes:
+            out.write_stream(plane[:elements])
+
+    def _write_sparse(self, old: np.ndarray, n: int, out: _Compressor) -> None:
+        elements, positions = old.size // self._width, self._positions[:n]
+        gaps = np.empty(n, np.uint32)
+        thresholds = _thresholds(old, self._dtype) if self._by_class else np.zeros(1, np.uint64)
+        table = np.zeros(thresholds.size, _CLASS)
+        table["threshold"] = thresholds
+        planes = self._planes[:, :n]
+        if thresholds.size == 1:
+            kernels.positions_to_gaps(positions, gaps)
+            table["count"] = n
+        else:
+            classes, counts = np.empty(n, np.uint8), np.zeros(thresholds.size, np.int64)
+            kernels.class_gaps(
+                old.ctypes.data, elements, self._zero, *_class_key(thresholds, self._dtype), positions, classes, gaps, counts
+            )  # fmt: skip
+            order = np.argsort(classes, kind="stable")
+            gaps, planes = gaps[order], np.take(planes, order, axis=1)
+            table["count"] = counts
+        ends = np.cumsum(table["count"], dtype=np.int64)
+        packed = [
+            self._pack(row, gaps[end - row["count"] : end], elements) for row, end in zip(table, ends, strict=True)
+        ]
+        out.write(_BLOCK.pack(_SPARSE, thresholds.size, 0, n))
+        out.write(table.tobytes())
+        for low, high in packed:
+            out.write_stream(low)
+            out.write_stream(high)
+        for plane in planes:
+            for row, end in zip(table, ends, strict=True):
+                out.write_stream(plane[end - row["count"] : end])
+
+    def _pack(self, row: Any, gaps: np.ndarray, elements: int) -> tuple[np.ndarray, np.ndarray]:
+        total = int(gaps.sum(dtype=np.int64))
+        wide = total > _WIDE_FROM * gaps.size
+        low = np.empty(gaps.size + (0 if wide else total // 255), np.uint8)
+        high = np.empty(gaps.size + (total >> 8) // 255 if wide else 0, np.uint8)
+        n_low, n_high = kernels.pack_gaps(gaps, wide, low, high)
+        row["wide"], row["gap_bytes"] = wide, n_low + n_high
+        return low[:n_low], high[:n_high]
+
+
+def _class_key(thresholds: np.ndarray, dtype: str) -> tuple[Any, np.ndarray]:
+    """(mask that drops the sign, thresholds) as elements."""
+    kind = unsigned(dtype)
+    return kind.type((1 << (8 * kind.itemsize - 1)) - 1), thresholds.astype(kind)
+
+
+def _thresholds(old: np.ndarray, dtype: str) -> np.ndarray:
+    """Class boundaries from a sample of the old values: an octave each, rare octaves at both ends merged."""
+    values = old.view(unsigned(dtype))
+    if values.size < _CLASSES_FROM:
+        return np.zeros(1, np.uint64)
+    shift = _MANTISSA[dtype]
+    pieces = [values[at : at + 2048] for at in range(0, values.size, max(2048, values.size // 16))]
+    sample = np.concatenate(pieces)
+    octaves = (sample >> shift) & values.dtype.type((1 << (8 * values.itemsize - 1 - shift)) - 1)
+    share = np.bincount(octaves.astype(np.int64)) / sample.size
+    rare = 1 / 4096
+    top = int(np.flatnonzero(np.cumsum(share[::-1])[::-1] > rare)[-1])
+    bottom = int(np.flatnonzero(np.cumsum(share) > rare)[0])
+    bottom = max(bottom, top - _MAX_CLASSES + 1)
+    return np.array([0, *(k << shift for k in range(bottom + 1, top + 1))], np.uint64)
+
+
+class _SparseDecoder:
+    """Reads one frame block by block; every count is checked before memory is taken for it."""
+
+    def __init__(self, frame: Any, nbytes: int, dtype: str):
+        self._reader, self._dtype, self._width = FrameReader(frame), dtype, element_size(dtype)
+        self._zero = unsigned(dtype).type(0)
+        raw = self._reader.read(_HEADER.size).tobytes()
+        magic, version, width, _, block_bytes, size = _HEADER.unpack(raw)
+        if magic != _MAGIC or version != FORMAT_VERSION:
+            raise CheckpointError(f"not a `sparse` frame of format {FORMAT_VERSION}: {raw[:5]!r}")
+        if (width, block_bytes, size) != (self._width, BLOCK_BYTES, nbytes):
+            raise CheckpointError(
+                f"frame is for {size} bytes of {width}-byte elements in blocks of {block_bytes}, "
+                f"the tensor has {nbytes} bytes of {dtype} in blocks of {BLOCK_BYTES}"
+            )
+
+    def step(self, block: np.ndarray) -> None:
+        form, classes, _, n = _BLOCK.unpack(self._reader.read(_BLOCK.size).tobytes())
+        elements = block.size // self._width
+        if n > elements or form > _DENSE or (form == _EMPTY) != (n == 0):
+            raise CheckpointError(f"block of form {form} claims {n} changes in {elements} elements")
+        if form == _EMPTY:
+            return
+        if form == _DENSE:
+            positions, count = np.arange(elements, dtype=np.uint32), elements
+        else:
+            positions, count = self._positions(block, classes, n), n
+        planes = self._reader.read(self._width * count).reshape(self._width, count)
+        if form == _SPARSE and self._order is not None:
+            planes = np.take(planes, self._order, axis=1)
+        kernels.add_differences(block.ctypes.data, positions, 0, count, self._zero, planes)
+
+    def finish(self) -> None:
+        self._reader.finish()
+
+    def _positions(self, block: np.ndarray, classes: int, n: int) -> np.ndarray:
+        """Changed positions of a SPARSE block; sets `_order`, their index in class order (None: one class)."""
+        elements = block.size // self._width
+        if not 1 <= classes <= _MAX_CLASSES:
+            raise CheckpointError(f"block claims {classes} classes")
+        table = self._reader.read(classes * _CLASS.itemsize).view(_CLASS)
+        thresholds, counts = table["threshold"].astype(np.uint64), table["count"].astype(np.int64)
+        keep, keys = _class_key(thresholds, self._dtype)
+        if int(counts.sum()) != n or thresholds[0] or np.any(keys[1:] <= keys[:-1]) or np.any(keys != thresholds):
+            raise CheckpointError(f"class table does not add up to {n} changes")
+        gaps, at = np.empty(n, np.uint32), 0
+        for row in table:
+            self._read_gaps(row, gaps[at : at + int(row["count"])], elements)
+            at += int(row["count"])
+        positions = np.empty(n, np.uint32)
+        if classes == 1:
+            self._order = None
+            found = n if kernels.gaps_to_positions(gaps, elements, positions) else 0
+        else:
+            self._order = np.empty(n, np.uint32)
+            starts = np.cumsum(counts) - counts
+            found = kernels.class_positions(
+                block.ctypes.data, elements, self._zero, keep, keys, gaps, starts, counts, positions, self._order
+            )
+        if found != n:
+            raise CheckpointError(f"gaps lead beyond the block's {elements} elements")
+        return positions
+
+    def _read_gaps(self, row: Any, gaps: np.ndarray, elements: int) -> None:
+        total, low_bytes = int(row["gap_bytes"]), gaps.size if row["wide"] else int(row["gap_bytes"])
+        if row["wide"] > 1 or not low_bytes <= total <= 2 * gaps.size + elements // 255:
+            raise CheckpointError(f"{total} bytes cannot hold {gaps.size} gaps")
+        packed = self._reader.read(total)
+        if not kernels.unpack_gaps(packed[:low_bytes], packed[low_bytes:], bool(row["wide"]), gaps, elements):
+            raise CheckpointError("gaps are not well-formed")
