@@ -1,0 +1,240 @@
+"""Keeping a replica at the newest published version: watch, materialize while serving, activate, acknowledge.
+
+One loop per replica. A wake is only a hint; the store is asked anyway. How to build a checkpoint is `staging`, how to
+put it into the engine `activation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from miles_disagg.domain.errors import DeadlineExceeded, EngineError, EngineUnavailable, InvalidRequest
+from miles_disagg.domain.versions import VersionRef, parse_engine_version
+from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
+from miles_disagg.replica.gate import Phase
+from miles_disagg.replica.replica import Replica
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReconcilerSettings:
+    """Seconds. poll: longest wait for the store to tell of something newer; engine_check: how often the engine's
+    stamp is read; store: deadline of one question to the store; materialize: of building a checkpoint;
+    backoff_first/_cap: after an error, doubled each time with jitter."""
+
+    poll: float = 30.0
+    engine_check: float = 2.0
+    engine_deadline: float = 20.0
+    store: float = 60.0
+    materialize: float = 3600.0
+    backoff_first: float = 0.2
+    backoff_cap: float = 15.0
+
+
+class Reconciler:
+    """See the module. `run` until cancelled; every error is logged, remembered in `last_error` and retried.
+
+    stager None: versions come by broadcast from the trainer; the loop then only watches the engine, and serves again
+    what a restarted engine says it holds.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        source: LatestSource,
+        stager: Stager | None,
+        *,
+        sink: ActivationSink | None = None,
+        settings: ReconcilerSettings | None = None,
+    ):
+        self._replica, self._source, self._stager, self._sink = replica, source, stager, sink
+        self._settings = settings or ReconcilerSettings()
+        self._wake = asyncio.Event()
+        self._held: VersionRef | None = None
+        self._newer: asyncio.Task[VersionRef | None] | None = None
+        self._unacknowledged: tuple[VersionRef, float] | None = None
+        self._failures: dict[VersionRef, int] = {}  # activations of a version that failed
+        self._last_served: VersionRef | None = None
+        self._engine_checked = -1e9
+        self.errors_in_a_row = 0
+        self.last_error: str | None = None
+
+    # --- from outside -------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something may be newer: look now."""
+        self._wake.set()
+
+    def hold(self, ref: VersionRef | None = None) -> VersionRef:
+        """Stay at `ref` (default: what is served now) for an evaluation, until `release`."""
+        served = self._replica.gate.served
+        ref = ref or served
+        if ref is None:
+            raise InvalidRequest("hold: nothing is served yet, name a version")
+        if served is not None and ref.run_id == served.run_id and ref < served:
+            raise InvalidRequest(f"hold: {ref} is older than {served}, a replica never goes back")
+        self._held = ref
+        self.wake()
+        return ref
+
+    def release(self) -> None:
+        """Follow the newest version again."""
+        self._held = None
+        self.wake()
+
+    @property
+    def held(self) -> VersionRef | None:
+        """The version this replica is held at, if it is."""
+        return self._held
+
+    async def run(self) -> None:
+        """Reconcile until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.step()
+                    self.errors_in_a_row, self.last_error = 0, None
+                except Exception as error:
+                    await self._back_off(error)
+        finally:
+            if self._newer is not None:
+                self._newer.cancel()
+
+    # --- one round ----------------------------------------------------------------------------------
+
+    async def step(self) -> None:
+        """Bring engine and version up to date once, then wait for a reason to look again."""
+        self._wake.clear()
+        await self._check_engine()
+        await self._acknowledge()
+        target = await self._target()
+        if target is None or target == self._replica.applied or self._stager is None:
+            await self._idle()
+            return
+        if self._replica.activator.busy:  # an update broadcast by the trainer
+            await asyncio.sleep(min(0.05, self._settings.engine_check))
+            return
+        await self._advance(target, self._stager)
+
+    async def _target(self) -> VersionRef | None:
+        async with _deadline("the newest version from the store", self._settings.store):
+            latest = await self._source.latest()
+        gate = self._replica.gate
+        if latest is not None and (gate.latest is None or gate.latest.run_id != latest.run_id or gate.latest < latest):
+            gate.latest = latest
+        target = self._held or latest
+        fallback = self._last_served
+        if target is None or fallback is None or self._replica.applied is not None:
+            return target
+        stuck = fallback != target and fallback.run_id == target.run_id and self._failures.get(target, 0) >= 2
+        return fallback if stuck else target
+
+    async def _advance(self, target: VersionRef, stager: Stager) -> None:
+        replica, applied = self._replica, self._replica.applied
+        with self._doing("materializing" if applied else "catching_up" if target.version else "materializing_base"):
+            async with _deadline(f"{target} to be materialized", self._settings.materialize):
+                materialized = await stager.materialize(target)
+        try:
+            with self._doing("activating"):
+                report = await replica.activate(materialized)
+        except Exception:
+            self._failures[target] = self._failures.get(target, 0) + 1
+            raise
+        self._failures.clear()
+        self._last_served, self._unacknowledged = target, (target, time.time())
+        log.info("%s serves %s (paused %.3f s)", replica.replica_id, target, report.pause_seconds)
+        await self._acknowledge()
+
+    async def _acknowledge(self) -> None:
+        if self._unacknowledged is None or self._sink is None:
+            return
+        ref, at = self._unacknowledged
+        async with _deadline(f"acknowledgement of {ref}", self._settings.store):
+            await self._sink.record_activation(self._replica.replica_id, ref, at)
+        self._unacknowledged = None
+
+    async def _check_engine(self) -> None:
+        """See that the engine lives and holds what the gate believes. Raises EngineUnavailable while it does not."""
+        replica, now = self._replica, time.monotonic()
+        gate, activator = replica.gate, replica.activator
+        fenced = gate.phase is Phase.FENCED
+        if activator.busy or (not fenced and now - self._engine_checked < self._settings.engine_check):
+            return
+        self._engine_checked = now
+        before = gate.served
+        try:
+            async with _deadline("the engine's version", self._settings.engine_deadline):
+                stamp = (await replica.engine.model_info()).get("weight_version")
+        except (EngineError, DeadlineExceeded) as error:
+            if not activator.busy and not fenced:
+                gate.fence(f"the engine does not answer: {error}")
+            gate.fail_flights(f"the engine does not answer: {error}")
+            raise EngineUnavailable(str(error)) from error
+        if activator.busy or gate.served != before or before is None:
+            return
+        if stamp != str(before) and gate.phase is Phase.OPEN:
+            gate.fence(f"engine reports {stamp!r}, expected {before}: it restarted or was updated by others")
+            gate.fail_flights(gate.reason)
+        if gate.phase is not Phase.FENCED or not activator.whole:
+            return
+        if stamp == str(before):
+            await activator.adopt(before)
+        elif self._stager is None and (number := parse_engine_version(stamp, before.run_id)) is not None:
+            await activator.adopt(VersionRef(before.run_id, number))
+
+    # --- waiting ------------------------------------------------------------------------------------
+
+    async def _idle(self) -> None:
+        """Until the store has something newer, somebody wakes us or the engine wants a look."""
+        if self._newer is None:
+            wait = self._source.wait_newer(self._replica.gate.latest, self._settings.poll)
+            self._newer = asyncio.ensure_future(wait)
+        woken = asyncio.ensure_future(self._wake.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {self._newer, woken}, timeout=self._settings.engine_check, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            woken.cancel()
+        if self._newer in done:
+            finished, self._newer = self._newer, None
+            finished.result()
+
+    async def _back_off(self, error: Exception) -> None:
+        self.errors_in_a_row += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+        settings = self._settings
+        delay = min(settings.backoff_cap, settings.backoff_first * 2 ** min(self.errors_in_a_row - 1, 20))
+        delay *= random.uniform(0.5, 1.5)
+        log.warning("%s: %s; retry in %.1f s", self._replica.replica_id, self.last_error, delay)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._wake.wait()
+
+    @contextlib.contextmanager
+    def _doing(self, activity: str) -> Iterator[None]:
+        self._replica.activity = activity
+        try:
+            yield
+        finally:
+            self._replica.activity = None
+
+
+@asynccontextmanager
+async def _deadline(what: str, seconds: float) -> AsyncIterator[None]:
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded(what, seconds) from None
