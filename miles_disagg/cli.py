@@ -38,7 +38,7 @@ def train(argv: Sequence[str]) -> int:
         if machine is None:
             print("joins a Ray cluster: its resources are checked at start, within --placement-timeout")
         return 0
-    from miles_disagg.cluster.assemble import run
+    from miles_disagg.train_async import run
 
     return run(config)
 

@@ -156,7 +156,7 @@ def _external_addresses(addresses: Iterable[str]) -> Iterator[str]:
 
 def _sglang(config: RunConfig) -> Iterator[str]:
     engines = config.engines
-    ours = [field for field in section_of() if field.startswith(SGLANG_PREFIX) and field != "sglang_args"]
+    ours = [field.removeprefix(SGLANG_PREFIX) for field in section_of() if field.startswith(SGLANG_PREFIX)]
     if engines.topology == "managed" and engines.rollout_engine == "embedded":
         for name in engines.sglang_args:
             yield (
@@ -167,9 +167,9 @@ def _sglang(config: RunConfig) -> Iterator[str]:
     for name in engines.sglang_args:
         if name in _OWNED_SERVER_ARGS:
             yield f"--sglang-{name} is set by this program: use {_OWNED_SERVER_ARGS[name]}"
-        near = closest(f"sglang_{name.replace('-', '_')}", ours).replace("_", "-")
+        near = closest(name, [other.replace("_", "-") for other in ours if other != "args"])
         if near:
-            yield f"--sglang-{name} would be passed to the server{near.replace('meant ', 'meant --')}"
+            yield f"--sglang-{name} would go to the server{near.replace('meant ', 'meant --sglang-')}"
 
 
 def _weights(config: RunConfig) -> Iterator[str]:

@@ -1,0 +1,187 @@
+"""What is refused before a run starts: every problem at once, naming flags and a remedy."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from miles_disagg.config.checks import check
+from miles_disagg.config.flags import flag_names, parse_run
+from miles_disagg.config.machine import Machine
+from miles_disagg.config.resolve import resolve
+from miles_disagg.config.run import RunConfig
+
+LAPTOP = Machine(cpus=2, gpus=0)
+SOUND = ["--hf-checkpoint", "model", "--num-rollout", "4", "--task", "addition"]
+
+
+def problems(*flags: str, machine: Machine | None = LAPTOP, environ: dict[str, str] | None = None) -> list[str]:
+    return check(parse_run([*SOUND, *flags]), machine, environ or {})
+
+
+def test_a_sound_configuration_has_no_problems_resolved_or_not():
+    config = parse_run(SOUND)
+    assert check(config, LAPTOP, {}) == []
+    assert check(resolve(config, 0), LAPTOP, {}) == []
+
+
+# fmt: off
+REFUSED = [
+    # numbers
+    ("--rollout-batch-size 0", "--rollout-batch-size is 0: it must be at least 1"),
+    ("--lr 0", "--lr is 0: it must be above 0"),
+    ("--lr nan", "--lr is nan"),
+    ("--rollout-top-p 1.5", "--rollout-top-p is 1.5: it must be above 0 and at most 1"),
+    ("--async-data-buffer-capacity-factor 0.5", "it must be at least 1"),
+    ("--gateway-port 70000", "--gateway-port is 70000"),
+    ("--rollout-temperature 0", "--rollout-temperature is 0"),
+    # prompts and rewards
+    ("--prompt-data p.jsonl", "--prompt-data and --task"),
+    ("--rm-type exakt", "perhaps you meant exact"),
+    ("--rm-type exact --custom-rm-path a.b", "--rm-type and --custom-rm-path"),
+    ("--rm-type remote_rm", "--rm-url"),
+    ("--rm-url http://x", "--rm-type remote_rm and --rm-url"),
+    ("--eval-prompt-data a", "pairs of a name and a file"),
+    ("--eval-prompt-data a b.jsonl", "--eval-interval: give both"),
+    ("--n-samples-per-prompt 1", "a group of one has no advantage"),
+    # topologies
+    ("--rollout-external", "needs --rollout-external-engine-addrs"),
+    ("--rollout-external-engine-addrs h:1", "without --rollout-external"),
+    ("--rollout-external --rollout-external-engine-addrs h", "'h' is not HOST:PORT"),
+    ("--rollout-external --rollout-external-engine-addrs h:1 h:1", "h:1 is given twice"),
+    ("--rollout-external --rollout-external-engine-addrs h:1 --rollout-num-gpus 2", "--rollout-num-gpus starts"),
+    ("--rollout-external --rollout-external-engine-addrs h:1 --sglang-x 1", "--sglang-* starts engines"),
+    ("--rollout-endpoint http://x", "--version-store go together"),
+    ("--version-store /v", "--rollout-endpoint and --version-store"),
+    ("--rollout-endpoint x:1 --version-store /v --update-weight-transport disk", "is not an http:// or https:// URL"),
+    ("--rollout-endpoint http://x --version-store /v", "needs weights through the store"),
+    ("--rollout-endpoint http://x --version-store /v --rollout-external --rollout-external-engine-addrs h:1",
+     "different topologies"),
+    ("--rollout-endpoint http://x --version-store /v --update-weight-disk-dir /w --update-weight-transport disk",
+     "different stores"),
+    # engines
+    ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2 --rollout-engine sglang", "gpus 3 is not divisible"),
+    ("--rollout-num-gpus-per-engine 2 --rollout-engine sglang", "has no effect without --rollout-num-gpus"),
+    ("--rollout-num-gpus 4 --num-rollout-engines 3", "contradicts --rollout-num-gpus"),
+    ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12", "multiple of --num-gpus-per-node 8"),
+    ("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", "--rollout-engine embedded runs on one device"),
+    ("--sglang-mem-fraction-static 0.8", "--sglang-mem-fraction-static has no effect with --rollout-engine embedded"),
+    ("--sglang-python /usr/bin/python3", "--sglang-python has no effect"),
+    ("--rollout-engine sglang --sglang-pythn x", "perhaps you meant --sglang-python"),
+    ("--rollout-engine sglang --sglang-port 1", "--sglang-port is set by this program: use --gateway-port"),
+    ("--rollout-engine sglang --sglang-python /nowhere/python", "/nowhere/python is not an executable file"),
+    # weights
+    ("--update-weight-transfer-mode p2p", "p2p is not available yet"),
+    ("--update-weight-transfer-mode disk-delta --update-weight-mode full", "means --update-weight-mode delta, not"),
+    ("--update-weight-transfer-mode broadcast --update-weight-transport disk", "means --update-weight-transport"),
+    ("--colocate", "--colocate: trainer and engines are separate systems"),
+    ("--colocate --update-weight-mode delta", "--colocate cannot be combined with --update-weight-mode delta"),
+    ("--update-weight-encoding xor", "--update-weight-encoding is for deltas on disk"),
+    ("--update-weight-anchor-interval 3", "--update-weight-anchor-interval is for deltas on disk"),
+    ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files is for"),
+    ("--update-weight-disk-dir gs://b/p", "only a directory, file:// and s3://"),
+    ("--update-weight-local-checkpoint-dir s3://b", "must be a local directory"),
+    # pacing
+    ("--pause-generation-mode abort", "--pause-generation-mode abort cannot be used with --schedule async"),
+    ("--async-max-concurrent-samples 3", "--async-max-concurrent-samples 3 is below --n-samples-per-prompt 8"),
+    ("--max-weight-staleness 0 --update-weights-interval 2", "set the interval to 1"),
+    # trainer
+    ("--tensor-model-parallel-size 2", "not divisible by --tensor-model-parallel-size 2"),
+    ("--global-batch-size 100", "--global-batch-size 100 does not divide the 256 samples"),
+    ("--actor-num-gpus-per-node 3", "--global-batch-size 256 is not divisible by the data parallel size 3"),
+    ("--max-tokens-per-gpu 512", "--max-tokens-per-gpu 512 cannot hold one sample"),
+    ("--kl-loss-coef 0.1", "without --use-kl-loss"),
+    ("--min-lr 1", "--min-lr 1 is above --lr"),
+    ("--lr-decay-style cosine --lr-warmup-iters 4", "leaves nothing of the 4 steps"),
+    # the machine
+    ("--trainer-device cuda", "--actor-num-gpus-per-node 1 want 1 GPU(s), this machine has 0"),
+    ("--rollout-num-gpus 2", "--rollout-num-gpus 2 want 2 GPU(s)"),
+    ("--actor-num-nodes 2", "join a cluster with --ray-address"),
+    ("--actor-node-resource trainer_node", "--actor-node-resource names nodes of a Ray cluster"),
+    ("--run-id ../x", "--run-id: run id '../x' is not legal"),
+    ("--run-dir s3://b/x", "must be a local directory"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSED, ids=[flags for flags, _ in REFUSED])
+def test_what_cannot_work_is_refused_by_flags_that_exist(flags: str, says: str):
+    found = problems(*flags.split())
+    assert any(says in problem for problem in found), found
+    known = {*flag_names(), *(word for word in flags.split() if word.startswith("--sglang-")), "--sglang-*"}
+    for problem in found:
+        named = {word.strip(",:;()'") for word in problem.split() if word.startswith("--")}
+        assert named, f"names no flag: {problem}"
+        assert named <= known, f"names a flag that does not exist: {problem}"
+
+
+def test_all_problems_are_reported_together():
+    found = problems("--lr", "0", "--colocate", "--update-weight-transfer-mode", "p2p", "--rollout-external")
+    assert len(found) >= 3
+    assert any("--lr" in p for p in found)
+    assert any("p2p" in p for p in found)
+    assert any("--rollout-external " in p for p in found)
+
+
+def test_what_is_missing_is_named():
+    found = " ".join(check(RunConfig(), LAPTOP, {}))
+    for name in ("--hf-checkpoint is missing", "--num-rollout is missing", "--prompt-data is missing", "--rm-type"):
+        assert name in found
+
+
+def test_prompt_data_with_an_exact_reward_needs_a_label_key():
+    argv = [*SOUND[:4], "--prompt-data", "p.jsonl", "--rm-type", "exact"]
+    assert "--label-key" in " ".join(check(parse_run(argv), LAPTOP, {}))
+    assert check(parse_run([*argv, "--label-key", "answer"]), LAPTOP, {}) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pause-generation-mode abort --schedule sync",
+        "--update-weight-transfer-mode disk-delta --update-weight-encoding sparse --update-weight-anchor-interval 10",
+        "--update-weight-mode delta --update-weight-transport disk --update-weight-transfer-mode disk-delta",
+        "--update-weight-mode delta --update-weight-transport broadcast",
+        "--update-weight-transfer-mode disk-full --update-weight-disk-keep-files",
+        "--rollout-external --rollout-external-engine-addrs h:1 i:1 --update-weight-transfer-mode disk-full",
+        "--rollout-endpoint http://h:1 --version-store s3://b/p --update-weight-transfer-mode disk-delta",
+        "--actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    ],
+)
+def test_what_can_work_is_accepted_resolved_or_not(flags: str):
+    config = parse_run([*SOUND, *flags.split()])
+    assert check(config, LAPTOP, {}) == []
+    assert check(resolve(config, 0), LAPTOP, {}) == []
+
+
+def test_resources_of_a_cluster_that_is_joined_are_left_to_ray():
+    flags = ("--rollout-num-gpus", "16", "--actor-num-nodes", "2", "--rollout-node-resource", "rollout_node")
+    assert problems(*flags, "--ray-address", "auto") == []
+    assert problems(*flags, environ={"RAY_ADDRESS": "10.0.0.1:6379"}) == []
+    assert problems(*flags) != []
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"--gateway-port {port} on 127.0.0.1: Address already in use" in " ".join(
+            problems("--gateway-port", str(port))
+        )
+
+
+def test_a_run_directory_that_holds_a_run_is_refused(tmp_path: Path):
+    assert problems("--run-dir", str(tmp_path / "new")) == []
+    (tmp_path / "config.yaml").write_text("{}")
+    assert "already holds a run" in " ".join(problems("--run-dir", str(tmp_path)))
+    (tmp_path / "file").write_text("")
+    assert "is not a directory" in " ".join(problems("--run-dir", str(tmp_path / "file")))
+
+
+def test_a_publication_directory_that_holds_this_runs_versions_is_refused(tmp_path: Path):
+    flags = ("--update-weight-disk-dir", str(tmp_path), "--update-weight-transfer-mode", "disk-full", "--run-id", "r1")
+    assert problems(*flags) == []
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1" / "run.json").write_text("{}")
+    assert "already holds versions of run r1" in " ".join(problems(*flags))
