@@ -74,6 +74,8 @@ class ObjectStore(Protocol):
     """
 
     url: str
+    scratch: Path
+    """A local directory for files that are about to be `put` (on the store's own file system if it is local)."""
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
         """The whole object; CheckpointError if it is larger than `max_bytes`."""
@@ -91,8 +93,8 @@ class ObjectStore(Protocol):
         """Size in bytes."""
         ...
 
-    def put(self, key: str, source: bytes | Path) -> None:
-        """Create or replace. A file is streamed (multipart on S3)."""
+    def put(self, key: str, source: bytes | Path, *, consume: bool = False) -> None:
+        """Create or replace. A file is streamed (multipart on S3); consume: it is synced and may be moved away."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> str:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ class LocalStore:
     def __init__(self, root: Path, lock_timeout: float = 30.0):
         self.root = Path(root).absolute()
         self.url = str(self.root)
+        self.scratch = self.root / _PRIVATE / "tmp"
         self._lock_timeout = lock_timeout
 
     def get(self, key: str, max_bytes: int | None = None) -> bytes:
@@ -60,9 +62,15 @@ class LocalStore:
         with self._open(key) as file:
             return os.fstat(file.fileno()).st_size
 
-    def put(self, key: str, source: bytes | Path) -> None:
+    def put(self, key: str, source: bytes | Path, *, consume: bool = False) -> None:
         """See ObjectStore."""
         path = self._path(key)
+        if consume and isinstance(source, Path):
+            try:
+                return _into_place(os.rename, source, path)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
         with self._temporary(source) as temporary:
             _into_place(os.rename, temporary, path)
 
@@ -136,11 +144,15 @@ class LocalStore:
         """See ObjectStore."""
         removed = 0
         with suppress(FileNotFoundError):
-            for entry in os.scandir(self.root / _PRIVATE / "tmp"):
+            for entry in os.scandir(self.scratch):
                 with suppress(FileNotFoundError):
-                    if time.time() - entry.stat().st_mtime >= older_than:
+                    if time.time() - entry.stat().st_mtime < older_than:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
                         os.unlink(entry.path)
-                        removed += 1
+                    removed += 1
         return removed
 
     def _path(self, key: str) -> Path:
@@ -155,9 +167,8 @@ class LocalStore:
     @contextmanager
     def _temporary(self, source: bytes | Path) -> Iterator[Path]:
         """A synced temporary file with the bytes of `source`; removed unless it was renamed away."""
-        directory = self.root / _PRIVATE / "tmp"
-        _make_directory(directory)
-        path = directory / f"{os.getpid()}-{uuid.uuid4().hex}"
+        _make_directory(self.scratch)
+        path = self.scratch / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             with open(path, "xb") as target:
                 if isinstance(source, Path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class S3Store:
 
     def __init__(self, url: str, *, attempts: int = 6, timeout: float = 60.0, config: dict[str, Any] | None = None):
         self.url = url.rstrip("/")
+        self.scratch = Path(tempfile.gettempdir())
         self._attempts = attempts
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         settings: dict[str, Any] = {"aws_endpoint_url": endpoint} if endpoint else {}
@@ -90,7 +92,7 @@ class S3Store:
         """See ObjectStore."""
         return self._retried(key, lambda: obstore.head(self._store, check_key(key))["size"])
 
-    def put(self, key: str, source: bytes | Path) -> None:
+    def put(self, key: str, source: bytes | Path, *, consume: bool = False) -> None:
         """See ObjectStore. Above 16 MiB the upload is multipart; an unfinished one is invisible to readers."""
         check_key(key)
         self._retried(key, lambda: obstore.put(self._store, key, source, chunk_size=_PART, max_concurrency=_READERS))

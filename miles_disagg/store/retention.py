@@ -1,0 +1,101 @@
+"""What may be deleted from a store without breaking a chain that somebody needs.
+
+Needed are: the newest `keep` versions and everything they are built from, what live leases are building, and the
+newest version's chain from its anchor or the base. Files above the pointer belong to an open publication.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from miles_disagg.domain.errors import ChainBroken, InvalidVersionRef, VersionNotFound
+from miles_disagg.domain.versions import VersionRef, parse_version_directory
+from miles_disagg.store.leases import live_leases
+from miles_disagg.store.versions import VersionStore, remove_version
+
+STALE_SECONDS = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a collection removed: versions, leftovers of crashed publications, unfinished writes."""
+
+    versions: tuple[int, ...] = ()
+    leftovers: int = 0
+    unfinished: int = 0
+
+
+def needed_versions(store: VersionStore, run_id: str, latest: int, keep: int, now: float) -> set[int]:
+    """Versions whose files must stay."""
+    wanted = [(version, None) for version in store.versions(run_id) if version <= latest][-max(1, keep) :]
+    wanted += [(lease.target, lease.have) for lease in live_leases(store.objects, run_id, now)]
+    needed: set[int] = set()
+    for target, have in wanted:
+        held = None if have is None else VersionRef(run_id, have)
+        try:
+            plan = store.plan(VersionRef(run_id, target), held)
+        except (ChainBroken, VersionNotFound):
+            continue  # broken already: keeping its parts helps nobody
+        needed |= plan.needed
+    return needed
+
+
+def collect(
+    store: VersionStore,
+    run_id: str,
+    *,
+    keep: int,
+    acknowledged: int | None = None,
+    keep_files: bool = False,
+    stale_after: float = STALE_SECONDS,
+    now: float | None = None,
+) -> Collected:
+    """Remove what nobody needs; safe beside readers and a publisher, and after a crash of itself.
+
+    keep: how many of the newest versions stay buildable. acknowledged: newest version that every reader serves or has
+    passed: full versions up to it go even within `keep` (never the newest). keep_files: remove no version at all, only
+    leftovers. stale_after: age in seconds from which an unfinished write counts as left by a crash.
+    """
+    now = time.time() if now is None else now
+    pointer = store.latest()
+    unfinished = store.objects.sweep(stale_after)
+    if pointer is None or pointer.run_id != run_id:
+        return Collected(unfinished=unfinished)
+    removed: list[int] = []
+    if not keep_files:
+        needed = needed_versions(store, run_id, pointer.version, keep, now)
+        if acknowledged is not None:
+            needed = _without_acknowledged(store, run_id, pointer.version, needed, acknowledged, now)
+        for version in store.versions(run_id):
+            if version < pointer.version and version not in needed:
+                remove_version(store.objects, VersionRef(run_id, version))
+                removed.append(version)
+    return Collected(tuple(removed), _leftovers(store, run_id, pointer.version), unfinished)
+
+
+def _without_acknowledged(
+    store: VersionStore, run_id: str, latest: int, needed: set[int], acknowledged: int, now: float
+) -> set[int]:
+    """Drop full versions that every reader has loaded and that nothing newer or leased is built from."""
+    still = needed_versions(store, run_id, latest, 1, now)
+    return {
+        v for v in needed
+        if v in still or v > acknowledged or not ((i := store.index(VersionRef(run_id, v))) and i.is_full)
+    }  # fmt: skip
+
+
+def _leftovers(store: VersionStore, run_id: str, latest: int) -> int:
+    """Remove payload files without an index at or below the pointer: a removal that crashed half-way."""
+    existing = set(store.versions(run_id))
+    removed = 0
+    for info in list(store.objects.list(run_id)):
+        parts = info.key.split("/")
+        try:
+            version = parse_version_directory(parts[1]) if len(parts) == 3 else latest + 1
+        except InvalidVersionRef:
+            continue
+        if version <= latest and version not in existing:
+            store.objects.delete(info.key)
+            removed += 1
+    return removed
