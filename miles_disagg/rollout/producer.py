@@ -59,6 +59,7 @@ class Producer:
         self._loop_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._paused = False
+        self._held_back = 0  # finished groups that wait for room in the buffer
         self._failure: BaseException | None = None
         self._queued_total = 0
         self.poison: dict[str, str] = {}
@@ -130,7 +131,11 @@ class Producer:
                 await self._end_of_data()
 
     def _constraint(self) -> Constraint | None:
-        return None if self._paused else self._pacing.constraint(self.outstanding)
+        # Slots bound what is with the engines; this bounds what is behind them, being scored or waiting for room.
+        unscored = len(self._tasks) * self._options.n_samples_per_prompt
+        if self._paused or self._held_back or unscored >= 2 * self._options.max_concurrent_samples:
+            return None
+        return self._pacing.constraint(self.outstanding)
 
     async def _admission(self) -> None:
         """Wait until one more group may start."""
@@ -214,10 +219,13 @@ class Producer:
         if reason is not None:
             self._drop(prompt, reason)
             return
+        self._held_back += 1
         try:
             await self._buffer.put(group, self._options.put_timeout)
         except BufferClosed:
             self._drop(prompt, "closed")
+        finally:
+            self._held_back -= 1
 
     def _drop(self, prompt: Prompt, reason: str) -> None:
         self.drop_reasons[reason] += 1
