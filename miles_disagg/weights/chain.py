@@ -163,8 +163,8 @@ def build_patch(
                 found = changed_positions(before, block, target.dtype)
                 if found.size:
                     chosen = (before if undo else block).view(unsigned(target.dtype))[found]
-                    positions.write(memoryview((found + begin // size).astype(kind.numpy)).cast("B"))
-                    values.write(memoryview(chosen).cast("B"))
+                    positions.write((found + begin // size).astype(kind.numpy).data.cast("B"))
+                    values.write(chosen.data.cast("B"))
 
             target.run(collect, in_place=False)
             count = values.tell() // size
@@ -262,7 +262,7 @@ def verify_target(
 
 
 def _temporary(directory: Path) -> tempfile.SpooledTemporaryFile[bytes]:
-    return tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=directory)
+    return tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory))
 
 
 def _spool_file(

@@ -108,7 +108,7 @@ class FrameReader:
 
     def read_into(self, out: np.ndarray) -> None:
         """Fill `out` (contiguous, any dtype) with the next decompressed bytes."""
-        view, got = memoryview(out).cast("B") if out.size else memoryview(b""), 0
+        view, got = out.data.cast("B") if out.size else memoryview(b""), 0
         while got < len(view):
             count = self._readinto(view[got:])
             if not count:

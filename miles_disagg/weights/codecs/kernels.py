@@ -5,7 +5,7 @@ the argument `zero` (`np.uint8(0)` ... `np.uint64(0)`), and tensors are addresse
 vector compares are plain LLVM vector operations on 64 elements and become a few instructions on AVX2, AVX-512 or NEON.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import numpy as np
@@ -126,69 +126,67 @@ _jit = njit(nogil=True, cache=True, boundscheck=False)
 
 
 @_jit
-def scan(old, new, begin, end, zero, positions, n):
-    """Append to `positions` (u4, from n on) the elements in [begin, end) that differ; new n. begin is a multiple of 64."""
+def scan(old, new, begin, end, zero, finite_mask, positions, planes, n):
+    """Append what differs in elements [begin, end), begin a multiple of 64, to `positions` and `planes` from n on.
+
+    positions: u4. planes[b, i] is byte b of zigzag(new - old): the sign goes to the lowest bit, so that small moves
+    either way leave high planes zero. Returns the new n, and how many of the new values are NaN or Inf.
+    """
     width, one = _width(zero), np.uint64(1)
     a, b = np.uint64(old), np.uint64(new)
     full = begin + (end - begin) // GROUP * GROUP
-    for at in range(begin, full, GROUP):
-        shift = np.uint64(at) * width
-        mask = _differ(a + shift, b + shift, zero)
-        while mask:
-            positions[n] = at + _lowest_bit(mask)
-            n += 1
-            mask &= mask - one
-    for at in range(full, end):
-        shift = np.uint64(at) * width
-        if _load(a + shift, zero) != _load(b + shift, zero):
-            positions[n] = at
-            n += 1
-    return n
-
-
-@_jit
-def differences(old, new, positions, first, last, zero, planes, finite_mask):
-    """planes[b, i] = byte b of zigzag(new - old) for i in [first, last); how many new values are NaN or Inf.
-
-    zigzag folds the sign into the lowest bit, modulo 2**width: small moves either way leave high planes zero.
-    """
-    width = _width(zero)
-    top = np.uint64(8) * width - np.uint64(1)
-    a, b = np.uint64(old), np.uint64(new)
-    low = np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - np.uint64(8) * width)
     bad = 0
-    for i in range(first, last):
-        shift = np.uint64(positions[i]) * width
-        after = np.uint64(_load(b + shift, zero))
-        moved = (after - np.uint64(_load(a + shift, zero))) & low
-        folded = ((moved << np.uint64(1)) & low) ^ (low if moved >> top else np.uint64(0))
-        for plane in range(np.int64(width)):
-            planes[plane, i] = folded >> np.uint64(8 * plane)
-        if finite_mask and (after & finite_mask) == finite_mask:
-            bad += 1
-    return bad
+    for at in range(begin, end, GROUP):
+        if at < full:
+            mask = _differ(a + np.uint64(at) * width, b + np.uint64(at) * width, zero)
+        else:
+            mask = np.uint64(0)
+            for j in range(at, end):
+                shift = np.uint64(j) * width
+                if _load(a + shift, zero) != _load(b + shift, zero):
+                    mask |= one << np.uint64(j - at)
+        while mask:
+            position = at + _lowest_bit(mask)
+            mask &= mask - one
+            shift = np.uint64(position) * width
+            after = np.uint64(_load(b + shift, zero))
+            folded = _zigzag(after - np.uint64(_load(a + shift, zero)), width)
+            positions[n] = position
+            for plane in range(np.int64(width)):
+                planes[plane, n] = folded >> np.uint64(8 * plane)
+            n += 1
+            if finite_mask and (after & finite_mask) == finite_mask:
+                bad += 1
+    return n, bad
 
 
 @_jit
-def add_differences(target, positions, first, last, zero, planes):
-    """Undo `differences`: target[positions[i]] += unzigzag(planes[:, i])."""
+def _zigzag(moved, width):
+    unused = np.uint64(64) - np.uint64(8) * width
+    moved <<= unused
+    return ((moved << np.uint64(1)) ^ np.uint64(np.int64(moved) >> np.int64(63))) >> unused
+
+
+@_jit
+def add_differences(target, positions, order, zero, planes):
+    """Undo `scan`: target[positions[i]] += unzigzag(planes[:, order[i]]); an empty `order` means i."""
     width, one = _width(zero), np.uint64(1)
-    low = np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - np.uint64(8) * width)
     a = np.uint64(target)
-    for i in range(first, last):
+    for i in range(positions.size):
+        j = np.int64(order[i]) if order.size else i
         folded = np.uint64(0)
         for plane in range(np.int64(width)):
-            folded |= np.uint64(planes[plane, i]) << np.uint64(8 * plane)
-        moved = (folded >> one) ^ (low if folded & one else np.uint64(0))
+            folded |= np.uint64(planes[plane, j]) << np.uint64(8 * plane)
+        moved = (folded >> one) ^ (~np.uint64(0) if folded & one else np.uint64(0))
         address = a + np.uint64(positions[i]) * width
-        _store(address, _narrow((np.uint64(_load(address, zero)) + moved) & low, zero))
+        _store(address, _narrow(np.uint64(_load(address, zero)) + moved, zero))
 
 
 @_jit
 def pack_gaps(gaps, wide, low, high):
     """Gaps (u4) as bytes; (bytes in `low`, bytes in `high`).
 
-    Narrow: all of it in `low`: 255 means "255 more, keep reading". Wide: low bytes in `low`, the rest likewise in `high`.
+    Narrow: all of it in `low`, 255 meaning "255 more, keep reading". Wide: low bytes in `low`, the rest so in `high`.
     """
     n_low = n_high = 0
     for i in range(gaps.size):
@@ -262,46 +260,22 @@ def class_gaps(old, elements, zero, keep, thresholds, positions, classes, gaps, 
     Class c holds the old values x with thresholds[c] <= x & keep < thresholds[c + 1] (thresholds ascend from 0).
     Writes the class (u1) and the gap (u4) of every position in order, and how many fell in each class (`counts`).
     """
-    width, one = _width(zero), np.uint64(1)
-    a = np.uint64(old)
-    number = thresholds.size
-    passed = np.zeros(number, np.int64)
+    width = _width(zero)
+    a, number = np.uint64(old), thresholds.size
+    since = np.zeros(number, np.int64)  # elements of the class since its last change, this group included
+    masks = np.zeros(number, np.uint64)
     i, n = 0, positions.size
     for at in range(0, elements, GROUP):
-        shift = np.uint64(at) * width
-        if at + GROUP <= elements:
-            above = ~np.uint64(0)
-            changed = np.uint64(0)
-            first = i
-            while i < n and positions[i] < at + GROUP:
-                changed |= one << np.uint64(positions[i] - at)
-                i += 1
-            for c in range(number):
-                here = above
-                above = _at_least(a + shift, keep, thresholds[c + 1]) if c + 1 < number else np.uint64(0)
-                here &= ~above
-                inside = changed & here
-                start = np.int64(0)
-                while inside:
-                    bit = inside & (~inside + one)
-                    rank = _count_bits(here & (bit - one))
-                    index = first + _count_bits(changed & (bit - one))
-                    classes[index] = c
-                    gaps[index] = passed[c] + rank - start
-                    counts[c] += 1
-                    passed[c], start = 0, rank + 1
-                    inside &= inside - one
-                passed[c] += _count_bits(here) - start
-        else:
-            for j in range(at, elements):
-                c = _class_of(_load(a + np.uint64(j) * width, zero) & keep, thresholds)
-                if i < n and positions[i] == j:
-                    classes[i], gaps[i] = c, passed[c]
-                    counts[c] += 1
-                    passed[c] = 0
-                    i += 1
-                else:
-                    passed[c] += 1
+        _class_masks(a + np.uint64(at) * width, min(GROUP, elements - at), keep, thresholds, masks)
+        for c in range(number):
+            since[c] += _count_bits(masks[c])
+        while i < n and positions[i] < at + GROUP:
+            c = _class_of(_load(a + np.uint64(positions[i]) * width, zero) & keep, thresholds)
+            left = _count_bits(masks[c] >> np.uint64(positions[i] - at))  # this one and those after it
+            classes[i], gaps[i] = c, since[c] - left
+            since[c] = left - 1
+            counts[c] += 1
+            i += 1
 
 
 @_jit
@@ -311,48 +285,69 @@ def class_positions(old, elements, zero, keep, thresholds, gaps, starts, counts,
     Writes positions and, beside each, its index in class order; how many were found (fewer than all: a bad frame).
     """
     width, one = _width(zero), np.uint64(1)
-    a = np.uint64(old)
-    number, n = thresholds.size, 0
-    cursor = starts.copy()
-    ends = starts + counts
-    left = np.empty(number, np.int64)
+    a, number, n = np.uint64(old), thresholds.size, 0
+    cursor, ends = starts.copy(), starts + counts
+    left = np.empty(number, np.int64)  # elements of the class to pass before its next change
+    masks = np.zeros(number, np.uint64)
     for c in range(number):
         left[c] = gaps[cursor[c]] if counts[c] else _NEVER
     for at in range(0, elements, GROUP):
-        shift = np.uint64(at) * width
-        if at + GROUP <= elements:
-            above = ~np.uint64(0)
-            for c in range(number):
-                here = above
-                above = _at_least(a + shift, keep, thresholds[c + 1]) if c + 1 < number else np.uint64(0)
-                here &= ~above
-                total = _count_bits(here)
-                rest, rank = left[c], np.int64(0)
-                while rest < total:
-                    while rank < rest:
-                        here &= here - one
-                        rank += 1
-                    positions[n], order[n] = at + _lowest_bit(here), cursor[c]
-                    n += 1
-                    cursor[c] += 1
-                    rest = rest + 1 + gaps[cursor[c]] if cursor[c] < ends[c] else _NEVER
-                left[c] = rest - total
-        else:
-            for j in range(at, elements):
-                c = _class_of(_load(a + np.uint64(j) * width, zero) & keep, thresholds)
-                if left[c]:
-                    left[c] -= 1
-                    continue
-                positions[n], order[n] = j, cursor[c]
+        _class_masks(a + np.uint64(at) * width, min(GROUP, elements - at), keep, thresholds, masks)
+        due = np.uint64(0)
+        for c in range(number):
+            left[c] -= _count_bits(masks[c])
+            due |= np.uint64(left[c] < 0) << np.uint64(c)
+        while due:
+            c = _lowest_bit(due)
+            due &= due - one
+            here, passed = masks[c], np.int64(0)
+            total = _count_bits(here)
+            rest = left[c] + total
+            while rest < total:
+                while passed < rest:
+                    here &= here - one
+                    passed += 1
+                positions[n], order[n] = at + _lowest_bit(here), cursor[c]
                 n += 1
                 cursor[c] += 1
-                left[c] = gaps[cursor[c]] if cursor[c] < ends[c] else _NEVER
+                rest = rest + 1 + gaps[cursor[c]] if cursor[c] < ends[c] else _NEVER
+            left[c] = rest - total
     return n
+
+
+@_jit
+def _class_masks(address, elements, keep, thresholds, masks):
+    """masks[c]: which of the up to 64 elements from `address` on belong to class c."""
+    number = thresholds.size
+    if elements == GROUP:
+        above = ~np.uint64(0)
+        for c in range(number - 1):
+            higher = _at_least(address, keep, thresholds[c + 1])
+            masks[c] = above & ~higher
+            above = higher
+        masks[number - 1] = above
+    else:
+        masks[:] = 0
+        for j in range(elements):
+            value = _load(address + np.uint64(j) * _width(keep), keep) & keep
+            masks[_class_of(value, thresholds)] |= np.uint64(1) << np.uint64(j)
 
 
 @_jit
 def _class_of(value, thresholds):
     c = 0
-    while c + 1 < thresholds.size and value >= thresholds[c + 1]:
-        c += 1
+    for i in range(1, thresholds.size):
+        c += value >= thresholds[i]
     return c
+
+
+@_jit
+def sort_by_class(classes, starts, gaps, planes, sorted_gaps, sorted_planes):
+    """Stable counting sort of gaps and plane columns by class, class c from starts[c] on."""
+    cursor = starts.copy()
+    for i in range(classes.size):
+        to = cursor[classes[i]]
+        cursor[classes[i]] += 1
+        sorted_gaps[to] = gaps[i]
+        for plane in range(planes.shape[0]):
+            sorted_planes[plane, to] = planes[plane, i]

@@ -6,8 +6,8 @@ then per block of BLOCK_BYTES a `_BLOCK` record and, by its form,
 * EMPTY: nothing changed.
 * SPARSE: a `_CLASS` record per class; per class its gaps (`kernels.pack_gaps`); then plane by plane, class by class,
   the zigzag differences of the changed elements.
-* DENSE: the zigzag differences of all elements, plane by plane. Chosen where more than half changed. zstd stores what it
-  cannot compress, so no frame exceeds the raw bytes by more than 1 % (and a header).
+* DENSE: the zigzag differences of all elements, plane by plane. Chosen where more than half changed. zstd stores what
+  it cannot compress, so no frame exceeds the raw bytes by more than 1 % (and a header).
 
 `sparse` has one class. `sparse-max` has up to 16, by the exponent of the *old* value, which the receiver holds: under a
 fixed step size the chance that a rounded weight moves halves with every octave, so gaps within a class cost less.
@@ -104,16 +104,13 @@ class _BlockEncoder:
     def encode(self, old: np.ndarray, new: np.ndarray, hasher: Hasher | None, out: _Compressor) -> int:
         """Compare, hash and gather one block in one pass over memory; how many elements changed."""
         n, elements, hot = 0, new.size // self._width, _HOT_BYTES // self._width
-        a, b, positions = old.ctypes.data, new.ctypes.data, self._positions
+        a, b = old.ctypes.data, new.ctypes.data
         for begin in range(0, elements, hot):
             end = min(begin + hot, elements)
-            first, n = n, kernels.scan(a, b, begin, end, self._zero, positions, n)
+            n, bad = kernels.scan(a, b, begin, end, self._zero, self._finite_mask, self._positions, self._planes, n)
+            self.non_finite += bad
             if hasher is not None:
                 hasher.update(new[begin * self._width : end * self._width])
-            if n > first:
-                self.non_finite += kernels.differences(
-                    a, b, positions, first, n, self._zero, self._planes, self._finite_mask
-                )
         if not n:
             out.write(_BLOCK.pack(_EMPTY, 0, 0, 0))
         elif 2 * n > elements:
@@ -124,11 +121,16 @@ class _BlockEncoder:
 
     def _write_dense(self, old: np.ndarray, new: np.ndarray, n: int, out: _Compressor) -> None:
         out.write(_BLOCK.pack(_DENSE, 0, 0, n))
-        elements = new.size // self._width
-        everywhere = np.arange(elements, dtype=np.uint32)
-        kernels.differences(
-            old.ctypes.data, new.ctypes.data, everywhere, 0, elements, self._zero, self._planes, np.uint64(0)
+        before, after, elements = (
+            old.view(unsigned(self._dtype)),
+            new.view(unsigned(self._dtype)),
+            new.size // self._width,
         )
+        for begin in range(0, elements, _HOT_BYTES):
+            part = slice(begin, begin + _HOT_BYTES)
+            moved = after[part] - before[part]
+            folded = (moved << 1) ^ -(moved >> (8 * self._width - 1))
+            self._planes[:, part][:, : folded.size] = folded.view(np.uint8).reshape(-1, self._width).T
         for plane in self._planes:
             out.write_stream(plane[:elements])
 
@@ -144,11 +146,11 @@ class _BlockEncoder:
             table["count"] = n
         else:
             classes, counts = np.empty(n, np.uint8), np.zeros(thresholds.size, np.int64)
-            kernels.class_gaps(
-                old.ctypes.data, elements, self._zero, *_class_key(thresholds, self._dtype), positions, classes, gaps, counts
-            )  # fmt: skip
-            order = np.argsort(classes, kind="stable")
-            gaps, planes = gaps[order], np.take(planes, order, axis=1)
+            keep, keys = _class_key(thresholds, self._dtype)
+            address = old.ctypes.data
+            kernels.class_gaps(address, elements, self._zero, keep, keys, positions, classes, gaps, counts)
+            unsorted, gaps, planes = gaps, np.empty_like(gaps), np.empty((self._width, n), np.uint8)
+            kernels.sort_by_class(classes, np.cumsum(counts) - counts, unsorted, self._planes, gaps, planes)
             table["count"] = counts
         ends = np.cumsum(table["count"], dtype=np.int64)
         packed = [
@@ -220,19 +222,25 @@ class _SparseDecoder:
         if form == _EMPTY:
             return
         if form == _DENSE:
-            positions, count = np.arange(elements, dtype=np.uint32), elements
-        else:
-            positions, count = self._positions(block, classes, n), n
-        planes = self._reader.read(self._width * count).reshape(self._width, count)
-        if form == _SPARSE and self._order is not None:
-            planes = np.take(planes, self._order, axis=1)
-        kernels.add_differences(block.ctypes.data, positions, 0, count, self._zero, planes)
+            self._add_dense(block)
+            return
+        positions, order = self._positions(block, classes, n)
+        planes = self._reader.read(self._width * n).reshape(self._width, n)
+        kernels.add_differences(block.ctypes.data, positions, order, self._zero, planes)
+
+    def _add_dense(self, block: np.ndarray) -> None:
+        target = block.view(unsigned(self._dtype))
+        planes = self._reader.read(block.size).reshape(self._width, target.size)
+        for begin in range(0, target.size, _HOT_BYTES):
+            part = slice(begin, begin + _HOT_BYTES)
+            folded = np.ascontiguousarray(planes[:, part].T).view(target.dtype).reshape(-1)
+            target[part] += (folded >> 1) ^ -(folded & 1)
 
     def finish(self) -> None:
         self._reader.finish()
 
-    def _positions(self, block: np.ndarray, classes: int, n: int) -> np.ndarray:
-        """Changed positions of a SPARSE block; sets `_order`, their index in class order (None: one class)."""
+    def _positions(self, block: np.ndarray, classes: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Changed positions of a SPARSE block, and their index in class order (empty: as they are)."""
         elements = block.size // self._width
         if not 1 <= classes <= _MAX_CLASSES:
             raise CheckpointError(f"block claims {classes} classes")
@@ -247,17 +255,17 @@ class _SparseDecoder:
             at += int(row["count"])
         positions = np.empty(n, np.uint32)
         if classes == 1:
-            self._order = None
+            order = np.empty(0, np.uint32)
             found = n if kernels.gaps_to_positions(gaps, elements, positions) else 0
         else:
-            self._order = np.empty(n, np.uint32)
+            order = np.empty(n, np.uint32)
             starts = np.cumsum(counts) - counts
             found = kernels.class_positions(
-                block.ctypes.data, elements, self._zero, keep, keys, gaps, starts, counts, positions, self._order
+                block.ctypes.data, elements, self._zero, keep, keys, gaps, starts, counts, positions, order
             )
         if found != n:
             raise CheckpointError(f"gaps lead beyond the block's {elements} elements")
-        return positions
+        return positions, order
 
     def _read_gaps(self, row: Any, gaps: np.ndarray, elements: int) -> None:
         total, low_bytes = int(row["gap_bytes"]), gaps.size if row["wide"] else int(row["gap_bytes"])
