@@ -7,10 +7,22 @@ Nothing here logs, retries or knows about HTTP; `replica.app` and `gateway.app` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class MilesDisaggError(Exception):
     """Base of every error raised on purpose. Catch this at a process boundary, not inside."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by state, not by calling the constructor with the message: errors cross Ray's process boundaries."""
+        return _restore, (type(self), self.args, self.__dict__.copy())
+
+
+def _restore(kind: type[MilesDisaggError], args: tuple[Any, ...], state: dict[str, Any]) -> MilesDisaggError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(MilesDisaggError):
@@ -72,7 +84,8 @@ class ChainBroken(MilesDisaggError):
     def __init__(self, target: object, missing: object, detail: str = ""):
         self.target, self.missing = target, missing
         super().__init__(
-            f"cannot build {target}: {missing} is missing" + (f" ({detail})" if detail else "")
+            f"cannot build {target}: {missing} is missing"
+            + (f" ({detail})" if detail else "")
             + ". Publish an anchor (--update-weight-anchor-interval) or reseed from a full version."
         )
 

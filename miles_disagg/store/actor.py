@@ -1,0 +1,96 @@
+"""The version store as a Ray actor: a shell around `ledger.VersionLedger`, and its handle in the ports' form.
+
+Rules and state are the ledger's. A restarted actor has forgotten its activations but not its versions: `claim` with
+the owner token brings the pointer back from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.store.base import open_store
+from miles_disagg.store.claims import Claim
+from miles_disagg.store.ledger import VersionLedger
+from miles_disagg.store.publication import Description, Receipt
+from miles_disagg.store.retention import Collected
+from miles_disagg.store.versions import DEFAULT_TTL, VersionStore
+
+
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 64})  # pyright: ignore[reportCallIssue]
+class VersionStoreActor:
+    """One run's versions. url: None for versions without files (broadcast). Long polls are in the control group."""
+
+    def __init__(self, run_id: str, url: str | None, share: float = 1.0):
+        store = VersionStore(open_store(url)) if url else None
+        self._ledger = VersionLedger(run_id, store, share=share)
+        self._alive: asyncio.Task[None] | None = None
+
+    async def claim(self, base_digest: str, boot_version: int, owner: str | None, ttl: float) -> Claim | None:
+        claim = await self._ledger.claim(base_digest, boot_version=boot_version, owner=owner, ttl=ttl)
+        self._alive = asyncio.create_task(self._ledger.keep_alive(ttl))
+        return claim
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the ledger that writes."""
+        return await getattr(self._ledger, method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="control")
+    async def watch(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the ledger that waits or reports; never behind a publication."""
+        result = getattr(self._ledger, method)(*args, **kwargs)
+        return await result if asyncio.iscoroutine(result) else result
+
+
+class RemoteLedger:
+    """A handle of the actor with the ledger's methods: `LatestSource`, `ActivationSink` and `Committer` in one."""
+
+    def __init__(self, actor: Any):
+        self.actor = actor
+
+    async def claim(
+        self, base_digest: str, *, boot_version: int = 0, owner: str | None = None, ttl: float = DEFAULT_TTL
+    ) -> Claim | None:
+        return await self.actor.claim.remote(base_digest, boot_version, owner, ttl)
+
+    async def release(self) -> None:
+        await self.actor.call.remote("release")
+
+    async def begin(self) -> VersionRef:
+        return await self.actor.call.remote("begin")
+
+    async def commit(
+        self, ref: VersionRef, description: Description | None = None, receipts: Sequence[Receipt] = ()
+    ) -> None:
+        await self.actor.call.remote("commit", ref, description, list(receipts))
+
+    async def abort(self, ref: VersionRef) -> None:
+        await self.actor.call.remote("abort", ref)
+
+    async def collect(self, *, keep: int, keep_files: bool) -> Collected:
+        return await self.actor.call.remote("collect", keep=keep, keep_files=keep_files)
+
+    async def latest(self) -> VersionRef | None:
+        return await self.actor.watch.remote("latest")
+
+    async def wait_newer(self, than: VersionRef | None, timeout: float) -> VersionRef | None:
+        return await self.actor.watch.remote("wait_newer", than, timeout)
+
+    async def wait_converged(self, ref: VersionRef, timeout: float) -> float | None:
+        return await self.actor.watch.remote("wait_converged", ref, timeout)
+
+    async def register(self, replica_id: str) -> None:
+        await self.actor.watch.remote("register", replica_id)
+
+    async def forget(self, replica_id: str) -> None:
+        await self.actor.watch.remote("forget", replica_id)
+
+    async def record_activation(self, replica_id: str, ref: VersionRef, at: float) -> None:
+        await self.actor.watch.remote("record_activation", replica_id, ref, at)
+
+    async def metrics(self) -> dict[str, float]:
+        return await self.actor.watch.remote("metrics")
