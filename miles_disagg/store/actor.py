@@ -21,9 +21,13 @@ from miles_disagg.store.retention import Collected
 from miles_disagg.store.versions import DEFAULT_TTL, VersionStore
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 64})  # pyright: ignore[reportCallIssue]
+@ray.remote(num_cpus=0, max_restarts=0)
 class VersionStoreActor:
-    """One run's versions. url: None for versions without files (broadcast). Long polls are in the control group."""
+    """One run's versions. url: None for versions without files (broadcast).
+
+    No concurrency group of its own: Ray gives each group its own event loop, and the ledger belongs to one. Nothing
+    here blocks the loop, so long polls and writers interleave.
+    """
 
     def __init__(self, run_id: str, url: str | None, share: float = 1.0):
         store = VersionStore(open_store(url)) if url else None
@@ -39,7 +43,6 @@ class VersionStoreActor:
         """A method of the ledger that writes."""
         return await getattr(self._ledger, method)(*args, **kwargs)
 
-    @ray.method(concurrency_group="control")
     async def watch(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of the ledger that waits or reports; never behind a publication."""
         result = getattr(self._ledger, method)(*args, **kwargs)
