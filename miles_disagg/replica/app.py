@@ -67,6 +67,11 @@ class ReplicaApp:
             response = await self._serve(request)
             status = response.status
             return response
+        except ConnectionError:
+            raise  # the client left
+        except web.HTTPException as error:
+            status = error.status
+            raise
         except Exception as error:
             response = error_response(error)
             status = response.status

@@ -63,7 +63,7 @@ def guard(token: str | None) -> Any:
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             return plain_error(405, "MethodNotAllowed", f"{request.path} takes {allowed}", {"Allow": allowed})
-        except web.HTTPException:
+        except (web.HTTPException, ConnectionError):
             raise
         except Exception as error:
             return error_response(error)

@@ -1,0 +1,288 @@
+"""Which replica serves a request: membership by heartbeat, version constraints, load, session affinity.
+
+Pure: no I/O, injected clock. The HTTP proxy around it is `app`; the replica checks every constraint again itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from miles_disagg.domain.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    InvalidVersionRef,
+    WeightVersionGone,
+    WeightVersionNotReady,
+)
+from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id
+
+_SAMPLE = 16  # members looked at before all of them are, in a large fleet
+
+
+class Outstanding(Protocol):
+    """A request that waits for a member's answer."""
+
+    def replica_gone(self) -> None:
+        """The member left or fell silent: stop waiting for it."""
+        ...
+
+
+@dataclass(eq=False)
+class Member:
+    """A replica as this gateway knows it. `outstanding`: our requests there; `active`: all, as it last said."""
+
+    replica_id: str
+    url: str
+    run_id: str | None = None
+    applied: int | None = None
+    latest: VersionRef | None = None
+    state: str = "booting"
+    ready: bool = False
+    reason: str = ""
+    active: int = 0
+    max_in_flight: int = 1
+    phase_timings: Mapping[str, float] = field(default_factory=dict)
+    heard: float = 0.0
+    suspect_until: float = 0.0
+    outstanding: set[Outstanding] = field(default_factory=set)
+    others: int = 0  # requests there that are not ours, at the last heartbeat
+
+    @property
+    def load(self) -> float:
+        """Share of its admission limit that is taken, as far as we know."""
+        return (len(self.outstanding) + self.others) / self.max_in_flight
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Where a request goes. `rebound_from`: the replica that its session was on before, if that is gone."""
+
+    member: Member
+    rebound_from: str | None = None
+
+
+class Router:
+    """Registry and choice. `expiry`: seconds of silence after which a replica leaves rotation. run_id: serve only
+    this run (None: the run that the replicas' store moved to last)."""
+
+    def __init__(
+        self,
+        *,
+        expiry: float = 5.0,
+        run_id: str | None = None,
+        max_sessions: int = 100_000,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ):
+        self._expiry, self._pinned, self._max_sessions, self._clock = expiry, run_id, max_sessions, clock
+        self._rng = rng or random.Random()
+        self._members: dict[str, Member] = {}
+        self._list: list[Member] = []
+        self._runs: list[str] = []  # in order of first sight as somebody's latest
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    # --- membership ---------------------------------------------------------------------------------
+
+    def heartbeat(self, message: Mapping[str, Any]) -> Member:
+        """A replica says who and how it is. InvalidRequest names a field that is wrong."""
+        replica_id, url = message.get("replica_id"), message.get("url")
+        if not isinstance(replica_id, str) or not 1 <= len(replica_id) <= 200 or "/" in replica_id:
+            raise InvalidRequest("replica_id: must be a string of 1 to 200 characters without '/'")
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise InvalidRequest("url: must be an http or https URL")
+        url = url.rstrip("/")
+        applied, run_id, latest = _version(message, "applied"), message.get("run_id"), message.get("latest")
+        try:
+            run_id = None if run_id is None else check_run_id(run_id)
+            latest = None if latest is None else VersionRef.parse(latest)
+        except InvalidVersionRef as error:
+            raise InvalidRequest(f"run_id, latest: {error}") from None
+        member = self._members.get(replica_id)
+        if member is not None and member.url != url:  # restarted elsewhere under its name
+            self._remove(member, f"replica {replica_id} moved to {url}")
+            member = None
+        if member is None:
+            member = self._members[replica_id] = Member(replica_id, url)
+            self._list.append(member)
+        before = (member.run_id, member.applied, member.ready, member.latest)
+        member.run_id, member.applied, member.latest = run_id, applied, latest
+        member.state, member.ready = str(message.get("state")), message.get("ready") is True
+        member.reason = str(message.get("reason") or "")
+        member.active = _version(message, "active_requests") or 0
+        member.max_in_flight = max(1, _version(message, "max_in_flight") or 1024)
+        timings = message.get("phase_timings")
+        member.phase_timings = timings if isinstance(timings, Mapping) else {}
+        member.others = max(0, member.active - len(member.outstanding))
+        member.heard = self._clock()
+        if member.ready:
+            member.suspect_until = 0.0
+        for run in (run_id, None if latest is None else latest.run_id):
+            if run is not None and run not in self._runs:
+                self._runs.append(run)
+        if before != (run_id, applied, member.ready, latest):
+            self._notify()
+        return member
+
+    def goodbye(self, replica_id: str) -> bool:
+        """A replica leaves. False if it was not known."""
+        member = self._members.get(replica_id)
+        if member is not None:
+            self._remove(member, "goodbye", interrupt=False)
+        return member is not None
+
+    def expire(self) -> list[Member]:
+        """Drop members that were silent too long; requests waiting for them are told."""
+        limit = self._clock() - self._expiry
+        silent = [m for m in self._list if m.heard < limit]
+        for member in silent:
+            self._remove(member, f"silent for {self._expiry:g} s")
+        return silent
+
+    def suspect(self, member: Member, seconds: float = 1.0) -> None:
+        """A connection to it failed: prefer others for a moment, or until its next heartbeat says ready."""
+        member.suspect_until = self._clock() + seconds
+
+    def _remove(self, member: Member, reason: str, *, interrupt: bool = True) -> None:
+        member.ready, member.state, member.reason = False, "gone", reason
+        del self._members[member.replica_id]
+        self._list.remove(member)
+        live = {r for m in self._list for r in (m.run_id, m.latest.run_id if m.latest else None)}
+        self._runs = [r for r in self._runs if r in live] or self._runs[-1:]
+        if interrupt:
+            for waiting in list(member.outstanding):
+                waiting.replica_gone()
+        self._notify()
+
+    @property
+    def members(self) -> list[Member]:
+        """Everybody in the registry."""
+        return list(self._list)
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that is served."""
+        return self._pinned or (self._runs[-1] if self._runs else None)
+
+    @property
+    def latest(self) -> VersionRef | None:
+        """Newest published version that any replica knows of, of the run that is served."""
+        run = self.run_id
+        return max((m.latest for m in self._list if m.latest is not None and m.latest.run_id == run), default=None)
+
+    @property
+    def sessions(self) -> int:
+        """Sessions bound to a replica."""
+        return len(self._sessions)
+
+    async def wait_changed(self, timeout: float) -> bool:
+        """Wait until a replica came, left or serves something else; False after `timeout` seconds."""
+        try:
+            async with asyncio.timeout(max(timeout, 0.0)):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _notify(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    # --- choice -------------------------------------------------------------------------------------
+
+    def pick(self, constraint: Constraint, session_id: str | None = None, exclude: Collection[Member] = ()) -> Pick:
+        """A compatible replica: the session's own, else the least loaded.
+
+        Raises WeightVersionNotReady (none is compatible yet), WeightVersionGone (an exact version that nobody can
+        reach any more), EngineUnavailable (nobody is here, or everybody compatible is excluded).
+        """
+        if not self._list:
+            raise EngineUnavailable("no replica is registered with this gateway")
+        if session_id is not None:
+            return self._pick_for_session(session_id, constraint, exclude)
+        member = self._least_loaded(constraint, exclude)
+        if member is None:
+            raise self._refusal(constraint)
+        return Pick(member)
+
+    def _compatible(self, member: Member, constraint: Constraint) -> bool:
+        return member.ready and member.run_id == self.run_id and constraint.satisfied_by(member.applied)
+
+    def _least_loaded(self, constraint: Constraint, exclude: Collection[Member]) -> Member | None:
+        pool = self._list
+        if len(pool) > 2 * _SAMPLE:
+            sample = self._rng.sample(pool, _SAMPLE)
+            found = self._best(sample, constraint, exclude)
+            if found is not None:
+                return found
+        return self._best(pool, constraint, exclude)
+
+    def _best(self, pool: list[Member], constraint: Constraint, exclude: Collection[Member]) -> Member | None:
+        now, run, best, best_key = self._clock(), self.run_id, None, (True, 0.0, 0.0)
+        for member in pool:
+            if not member.ready or member.run_id != run or member in exclude:
+                continue
+            if not constraint.satisfied_by(member.applied):
+                continue
+            key = (member.suspect_until > now, member.load, self._rng.random())
+            if best is None or key < best_key:
+                best, best_key = member, key
+        return best
+
+    def _pick_for_session(self, session_id: str, constraint: Constraint, exclude: Collection[Member]) -> Pick:
+        bound = self._sessions.get(session_id)
+        member = None if bound is None else self._members.get(bound)
+        if member is not None and member.ready and member not in exclude and member.run_id == self.run_id:
+            if constraint.satisfied_by(member.applied):
+                self._sessions.move_to_end(session_id)
+                return Pick(member)
+            exact, applied = constraint.exact_version, member.applied
+            if exact is None or (applied is not None and exact > applied):
+                raise self._not_ready(constraint)  # it will get there: a session does not move because others are ahead
+        candidates = [m for m in self._list if m not in exclude and self._compatible(m, constraint)]
+        if not candidates:
+            raise self._refusal(constraint)
+        now = self._clock()
+        member = max(candidates, key=lambda m: (m.suspect_until <= now, _weight(session_id, m.replica_id)))
+        self._sessions[session_id] = member.replica_id
+        self._sessions.move_to_end(session_id)
+        while len(self._sessions) > self._max_sessions:
+            self._sessions.popitem(last=False)
+        return Pick(member, bound if bound != member.replica_id else None)
+
+    def _refusal(self, constraint: Constraint) -> Exception:
+        run = self.run_id
+        ours = [m for m in self._list if m.run_id == run]
+        if any(self._compatible(m, constraint) for m in ours):
+            return EngineUnavailable(f"no replica that serves {constraint} answers")
+        applied = [m.applied for m in ours if m.applied is not None]
+        exact = constraint.exact_version
+        everybody_knows = len(applied) == len(self._list)  # one that is booting or fenced may still come up anywhere
+        if exact is not None and everybody_knows and applied and min(applied) > exact:
+            return WeightVersionGone(exact, min(applied))
+        return self._not_ready(constraint)
+
+    def _not_ready(self, constraint: Constraint) -> WeightVersionNotReady:
+        served = [m.applied for m in self._list if m.applied is not None and m.run_id == self.run_id]
+        latest = self.latest
+        number = None if latest is None else latest.version
+        return WeightVersionNotReady(str(constraint), max(served, default=None), number)
+
+
+def _version(message: Mapping[str, Any], name: str) -> int | None:
+    value = message.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise InvalidRequest(f"{name}: must be a non-negative integer or null")
+    return value
+
+
+def _weight(session_id: str, replica_id: str) -> bytes:
+    """Rendezvous hash: gateways that know the same replicas choose the same one, without talking."""
+    return hashlib.blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()

@@ -1,0 +1,200 @@
+"""Who gets a request: versions, load, sessions, silence. No I/O, a clock by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_disagg.domain.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    WeightVersionGone,
+    WeightVersionNotReady,
+)
+from miles_disagg.domain.versions import ANY_VERSION, Constraint
+from miles_disagg.gateway.router import Router
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Waiting:
+    gone = False
+
+    def replica_gone(self) -> None:
+        self.gone = True
+
+
+def beat(router: Router, name: str, applied: int | None = 0, **fields: Any) -> Any:
+    run = fields.pop("run_id", "run")
+    latest = None if applied is None else f"{run}/weight_v{applied:06d}"
+    message = {"replica_id": name, "url": f"http://{name}", "run_id": run, "applied": applied, "latest": latest}
+    return router.heartbeat({**message, "state": "ready", "ready": applied is not None, "active_requests": 0, **fields})
+
+
+def make(**settings: Any) -> tuple[Router, Clock]:
+    clock = Clock()
+    return Router(clock=clock, rng=random.Random(0), **settings), clock
+
+
+def test_requests_go_only_to_replicas_that_satisfy_the_constraint() -> None:
+    router, _ = make()
+    for version in (3, 4, 5):
+        beat(router, f"r{version}", version)
+    assert router.pick(Constraint(min_version=5)).member.replica_id == "r5"
+    assert router.pick(Constraint(exact_version=4)).member.replica_id == "r4"
+    with pytest.raises(WeightVersionNotReady) as caught:
+        router.pick(Constraint(min_version=6))
+    assert (caught.value.served, caught.value.latest) == (5, 5)
+    with pytest.raises(WeightVersionGone):
+        router.pick(Constraint(exact_version=2))
+
+
+def test_an_old_exact_version_is_not_gone_while_a_replica_has_yet_to_say_what_it_serves() -> None:
+    router, _ = make()
+    beat(router, "a", 5)
+    beat(router, "b", None, state="booting")
+    with pytest.raises(WeightVersionNotReady):
+        router.pick(Constraint(exact_version=2))
+
+
+def test_the_least_loaded_replica_is_chosen_and_a_suspect_only_if_nobody_else_is_left() -> None:
+    router, clock = make()
+    a, b = beat(router, "a", max_in_flight=10), beat(router, "b", max_in_flight=10)
+    a.outstanding.add(Waiting())
+    assert router.pick(ANY_VERSION).member is b
+    router.suspect(b)
+    assert router.pick(ANY_VERSION).member is a
+    assert router.pick(ANY_VERSION, exclude={a}).member is b
+    clock.now += 2.0
+    assert router.pick(ANY_VERSION).member is b
+
+
+def test_requests_of_other_gateways_count_as_load() -> None:
+    router, _ = make()
+    beat(router, "a", active_requests=7)
+    b = beat(router, "b", active_requests=2)
+    assert router.pick(ANY_VERSION).member is b
+
+
+def test_a_silent_replica_leaves_rotation_and_its_requests_are_told() -> None:
+    router, clock = make(expiry=5.0)
+    a = beat(router, "a")
+    waiting = Waiting()
+    a.outstanding.add(waiting)
+    clock.now = 4.9
+    assert router.expire() == []
+    clock.now = 5.1
+    assert router.expire() == [a]
+    assert waiting.gone
+    with pytest.raises(EngineUnavailable):
+        router.pick(ANY_VERSION)
+
+
+def test_goodbye_takes_a_replica_out_of_rotation_but_lets_its_requests_finish() -> None:
+    router, _ = make()
+    a = beat(router, "a")
+    waiting = Waiting()
+    a.outstanding.add(waiting)
+    assert router.goodbye("a")
+    assert not router.goodbye("a")
+    assert not waiting.gone
+    with pytest.raises(EngineUnavailable):
+        router.pick(ANY_VERSION)
+
+
+def test_a_session_stays_on_its_replica_and_its_move_is_reported_once() -> None:
+    router, _ = make()
+    for name in "abc":
+        beat(router, name)
+    first = router.pick(ANY_VERSION, "s").member
+    first.outstanding.update(Waiting() for _ in range(50))
+    assert router.pick(ANY_VERSION, "s").member is first
+    router.goodbye(first.replica_id)
+    moved = router.pick(ANY_VERSION, "s")
+    assert moved.rebound_from == first.replica_id
+    assert router.pick(ANY_VERSION, "s") == type(moved)(moved.member, None)
+
+
+def test_a_session_waits_for_its_own_replica_to_catch_up() -> None:
+    router, _ = make()
+    beat(router, "a", 1)
+    bound = router.pick(ANY_VERSION, "s").member
+    beat(router, "b", 2)
+    with pytest.raises(WeightVersionNotReady):
+        router.pick(Constraint(min_version=2), "s")
+    beat(router, "a", 2)
+    assert router.pick(Constraint(min_version=2), "s").member is bound
+
+
+def test_gateways_that_never_talked_bind_a_session_to_the_same_replica() -> None:
+    routers = [make()[0] for _ in range(2)]
+    for router in routers:
+        for name in "abcdef":
+            beat(router, name)
+    for i in range(20):
+        assert len({r.pick(ANY_VERSION, f"s{i}").member.replica_id for r in routers}) == 1
+
+
+def test_replicas_of_another_run_are_out_of_rotation() -> None:
+    router, _ = make()
+    beat(router, "old", 7)
+    beat(router, "new", 0, run_id="second")
+    assert router.run_id == "second"
+    assert router.pick(ANY_VERSION).member.replica_id == "new"
+    with pytest.raises(WeightVersionNotReady):
+        router.pick(Constraint(min_version=5))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("replica_id", ""),
+        ("replica_id", "a/b"),
+        ("url", "ftp://x"),
+        ("applied", -1),
+        ("applied", "7"),
+        ("run_id", ".."),
+    ],
+)
+def test_a_malformed_heartbeat_names_its_field(field: str, value: object) -> None:
+    router, _ = make()
+    with pytest.raises(InvalidRequest, match=field):
+        beat(router, "a", **{"applied": 0}) and router.heartbeat(
+            {"replica_id": "a", "url": "http://a", "applied": 0, "run_id": "run", field: value}
+        )
+
+
+versions = st.integers(0, 6)
+constraints = st.one_of(
+    st.just(ANY_VERSION), st.builds(Constraint, min_version=versions), st.builds(Constraint, exact_version=versions)
+)
+
+
+@given(
+    fleet=st.lists(st.tuples(st.one_of(st.none(), versions), st.booleans(), st.sampled_from(["run", "old"]))),
+    constraint=constraints,
+    session=st.sampled_from([None, "s", "t"]),
+    seed=st.integers(0, 100),
+)
+def test_a_pick_always_satisfies_the_constraint_and_a_refusal_means_that_nobody_does(
+    fleet: list[tuple[int | None, bool, str]], constraint: Constraint, session: str | None, seed: int
+) -> None:
+    router = Router(clock=Clock(), rng=random.Random(seed), run_id="run")
+    for i, (applied, ready, run) in enumerate(fleet * 8):
+        beat(router, f"r{i}", applied, ready=ready and applied is not None, run_id=run)
+    fits = [m for m in router.members if m.ready and m.run_id == "run" and constraint.satisfied_by(m.applied)]
+    try:
+        picked = router.pick(constraint, session).member
+    except (WeightVersionNotReady, WeightVersionGone, EngineUnavailable):
+        assert not fits
+    else:
+        assert picked in fits
