@@ -96,8 +96,8 @@ class Reference:
         targets = torch.tensor(list(sample.tokens[sample.prompt_len :]))
         return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
-    def sft_loss(self, batch: Sequence[TrainSample]) -> torch.Tensor:
-        total = sum((self.score(s)[0] * mask_of(s)).sum() for s in batch)
+    def sft_loss(self, batch: Sequence[TrainSample], temperature: float = 1.0) -> torch.Tensor:
+        total = sum((self.score(s, temperature)[0] * mask_of(s)).sum() for s in batch)
         return -torch.as_tensor(total) / sum(s.trained_tokens for s in batch)
 
     def step(self, loss: torch.Tensor) -> float:
@@ -127,7 +127,7 @@ class Reference:
             total = total + (per_token * mask).sum() / count
             values = (per_token, entropy, kl, (ratio * adv > clipped * adv).float(), tis, (lp - behaviour).abs())
             for key, value in zip(sums, values, strict=True):
-                sums[key] += float((value * mask).sum() / count)
+                sums[key] += float((value.detach() * mask).sum() / count)
         return total, sums
 
 

@@ -1,16 +1,21 @@
 """Starts real trainer ranks: one spawned process each, gloo between them, results back to the test.
 
-Importing Megatron costs about 5 s a process, so a test module starts its ranks once and gives them a list of jobs.
+Importing Megatron costs about 5 s, so ranks are forked from a server that has imported it once, and a test module
+starts its ranks once and gives them a list of jobs.
 """
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing as mp
+import os
 import queue
+import socket
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
+
+SCENARIOS = "tests.trainer.scenarios"
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Job:
 
 def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> dict[str, list[Any]]:
     """Results by job name and rank. The first exception on any rank ends all of them and fails the test."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([SCENARIOS])
     results: Any = context.Queue()
     ports = _free_ports(len(jobs))
     processes = [
@@ -52,8 +58,6 @@ def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> 
 
 
 def _free_ports(count: int) -> list[int]:
-    import socket
-
     sockets = [socket.socket() for _ in range(count)]
     try:
         for s in sockets:
@@ -70,7 +74,7 @@ def _rank_main(rank: int, world_size: int, ports: list[int], jobs: dict[str, Job
     torch.set_num_threads(1)
     from miles_disagg.trainer.base import RankSpec
 
-    scenarios = importlib.import_module("tests.trainer.scenarios")
+    scenarios = importlib.import_module(SCENARIOS)
     for port, (name, job) in zip(ports, jobs.items(), strict=True):
         spec = RankSpec(rank, world_size, "127.0.0.1", port)
         try:
@@ -79,6 +83,4 @@ def _rank_main(rank: int, world_size: int, ports: list[int], jobs: dict[str, Job
             results.put((rank, name, False, traceback.format_exc()))
             results.close()
             results.join_thread()
-            import os
-
             os._exit(1)  # other ranks may hang in a collective: do not wait for them

@@ -29,9 +29,7 @@ def exported(trainer: MegatronTrainer, bucket_bytes: int = 1 << 12) -> dict[str,
     return out
 
 
-def sft(
-    rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], steps: int
-) -> dict[str, Any]:
+def sft(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], steps: int) -> dict[str, Any]:
     """Import, export, logits, scores, gradients of the first step, `steps` steps, export again."""
     trainer = MegatronTrainer(spec, rank)
     try:
@@ -83,7 +81,9 @@ def policy(
     """Two train steps on the same batch, and what was exported after them."""
     trainer = MegatronTrainer(spec, rank)
     try:
-        steps = [dict(trainer.train_step(batch, global_batch_size=global_batch_size, version=version)) for _ in range(2)]
+        steps = [
+            dict(trainer.train_step(batch, global_batch_size=global_batch_size, version=version)) for _ in range(2)
+        ]
         return {"steps": steps, "trained": exported(trainer)}
     finally:
         trainer.close()

@@ -45,6 +45,7 @@ def transformer_config(hf: HfModelConfig, spec: TrainerSpec, layout: Layout) -> 
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         variable_seq_lengths=layout.pp_size > 1,
+        moe_token_dispatcher_type="alltoall",  # dense model; the default is refused with variable lengths
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=spec.dtype == "bf16",
