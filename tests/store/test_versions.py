@@ -31,11 +31,11 @@ from miles_disagg.weights.digest import digest
 XOR = Description("xor", 0)
 
 
-def shard(
-    index: int = 0, count: int = 1, tensors: Mapping[str, str] | None = None, data: bytes = b"payload"
-) -> Receipt:
-    file = f"model-{index:05d}-of-{count:05d}.safetensors"
-    return Receipt(file, len(data), digest(data), tensors if tensors is not None else {f"t{index}": "00"}, 10)
+NewStore = Callable[[], ObjectStore]
+
+
+def shard(index: int = 0, count: int = 1, tensor: str = "t") -> Receipt:
+    return Receipt(f"model-{index:05d}-of-{count:05d}.safetensors", 7, digest(b"payload"), {tensor: "00"}, 10)
 
 
 def publish(store: VersionStore, version: int, encoding: str | None = "xor", run: str = "a") -> VersionRef:
@@ -109,7 +109,8 @@ def test_a_lapsed_claim_does_not_block_another_run(objects: ObjectStore, new_sto
 
 def test_a_claim_whose_process_died_on_this_machine_does_not_block(tmp_path: Path) -> None:
     code = (
-        "import sys; from miles_disagg.store.local import LocalStore; from miles_disagg.store.versions import VersionStore;"
+        "import sys; from miles_disagg.store.local import LocalStore;"
+        "from miles_disagg.store.versions import VersionStore;"
         "VersionStore(LocalStore(sys.argv[1])).claim('a', 'digest-a', ttl=3600)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
