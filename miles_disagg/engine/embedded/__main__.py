@@ -89,12 +89,11 @@ def _exit_with_parent(pid: int) -> None:
 
 
 async def _serve(args: argparse.Namespace) -> int:
-    from miles_disagg.engine.embedded.server import build_app, serve
-
     started = time.monotonic()
     scheduler, text, limits, groups, launched = await asyncio.to_thread(_load, args)
     from miles_disagg.engine.embedded.control import Control
     from miles_disagg.engine.embedded.generation import Generation
+    from miles_disagg.engine.embedded.server import build_app, serve
 
     control = Control(scheduler, groups, launched)
     app = build_app(Generation(scheduler, text, limits), control, args.api_key)

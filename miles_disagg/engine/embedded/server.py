@@ -85,7 +85,7 @@ def build_app(generation: Generation, control: Control, api_key: str | None) -> 
 
 async def serve(app: web.Application, host: str, port: int, ready: Callable[[int], None], stop: asyncio.Event) -> None:
     """Listen until `stop` is set; `ready(port)` is called once connections are accepted. OSError: port in use."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, backlog=1024)

@@ -1,0 +1,220 @@
+"""Starting an engine server as a process: the command and environment of each kind, readiness, logs, and the end.
+
+A server runs in a process group of its own under `guard`, so nothing of it outlives its owner. Restarting, and
+bringing a restarted engine to the current version, is the owner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, EngineStartError
+from miles_disagg.engine import guard
+
+LOG_LINES = 50
+_POLL_SECONDS = 0.2
+_STOP_SECONDS = 15.0
+
+# The scheduler answers without these on a CPU; the reasons are in docs/engines.md.
+_SGLANG_CPU_FLAGS = (
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",
+    *("--max-total-tokens", "20000"),
+    *("--max-running-requests", "16"),
+)
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to run. `args` are appended, so they win over what is set here (argparse takes the last)."""
+
+    command: tuple[str, ...]
+    host: str
+    port: int
+    model_path: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    api_key: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it will answer."""
+        return f"http://{self.host}:{self.port}"
+
+
+def embedded(
+    model_path: str | Path,
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    device: str = "cpu",
+    weight_version: str = "default",
+    api_key: str | None = None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> LaunchSpec:
+    """The embedded engine in this interpreter."""
+    command = [sys.executable, "-m", "miles_disagg.engine.embedded", "--model-path", str(model_path)]
+    command += ["--host", host, "--port", str(port), "--device", device, "--weight-version", weight_version]
+    if api_key:
+        command += ["--api-key", api_key]
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **(env or {})}
+    return LaunchSpec((*command, *args), host, port, str(model_path), environment, (), api_key)
+
+
+def sglang(
+    model_path: str | Path,
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    device: str = "cuda",
+    python: str | Path | None = None,
+    weight_version: str = "default",
+    api_key: str | None = None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> LaunchSpec:
+    """A stock SGLang server, run by `python` (`--sglang-python`; None: this interpreter).
+
+    Another interpreter does not see this one's PYTHONPATH; what it shall see goes into `env`.
+    """
+    if python is not None and not os.access(python, os.X_OK):
+        raise ConfigError(
+            [f"--sglang-python {python} is not an executable file: give the python of SGLang's environment"]
+        )
+    command = [str(python or sys.executable), "-m", "sglang.launch_server", "--model-path", str(model_path)]
+    command += ["--host", host, "--port", str(port), "--weight-version", weight_version]
+    # /health answers at once, also while paused; otherwise it generates a token and turns 503 under a pause
+    environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "TOKENIZERS_PARALLELISM": "false"}
+    if device == "cpu":
+        command += _SGLANG_CPU_FLAGS
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    else:
+        command += ["--device", device.partition(":")[0]]
+        environment |= {"NCCL_CUMEM_ENABLE": "0"}
+    if api_key:
+        command += ["--api-key", api_key]
+    unset = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python is not None else ()
+    return LaunchSpec((*command, *args), host, port, str(model_path), {**environment, **(env or {})}, unset, api_key)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class EngineProcess:
+    """A running server. Build it with `start`; its output goes to `log_path` (appended)."""
+
+    def __init__(self, spec: LaunchSpec, process: subprocess.Popen[bytes], log_path: Path, log_start: int):
+        self.spec, self.log_path = spec, log_path
+        self._process = process
+        self._log_start = log_start
+        self._started = time.monotonic()
+
+    @classmethod
+    def start(cls, spec: LaunchSpec, log_path: str | Path) -> EngineProcess:
+        """Start and return at once; `wait_ready` follows."""
+        log_path = Path(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        env = {k: v for k, v in os.environ.items() if k not in spec.unset}
+        env.update(spec.env)
+        command = [sys.executable, "-I", "-S", guard.__file__, "--parent", str(os.getpid()), "--", *spec.command]
+        with open(log_path, "ab") as log:
+            start = log.tell()
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(spec, process, log_path, start)
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return self.spec.url
+
+    @property
+    def pid(self) -> int:
+        """Process group (and id of the guard)."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """The last lines this process wrote."""
+        with open(self.log_path, "rb") as log:
+            log.seek(self._log_start)
+            return b"".join(deque(log, maxlen=lines)).decode(errors="replace")
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return once it answers as itself. EngineStartError if it ends, DeadlineExceeded after `timeout` seconds
+        from start; both carry the last lines of the log."""
+        headers = {"Authorization": f"Bearer {self.spec.api_key}"} if self.spec.api_key else {}
+        seen = "nothing listens there yet"
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
+            while True:
+                if (code := self.exit_code) is not None:
+                    raise EngineStartError(
+                        f"engine at {self.url} ended with status {code} before it was ready. "
+                        f"Last lines of {self.log_path}:\n{self.log_tail()}"
+                    )
+                try:
+                    async with session.get(f"{self.url}/health") as response:
+                        seen = f"/health answers {response.status}"
+                        if response.status == 200 and await self._is_ours(session):
+                            return
+                except (aiohttp.ClientError, TimeoutError, OSError) as e:
+                    seen = f"{type(e).__name__}: {e}"
+                waited = time.monotonic() - self._started
+                if waited > timeout:
+                    detail = f"{seen}. Last lines of {self.log_path}:\n{self.log_tail()}"
+                    raise DeadlineExceeded(f"the engine at {self.url} to become ready", waited, detail)
+                await asyncio.sleep(_POLL_SECONDS)
+
+    async def _is_ours(self, session: aiohttp.ClientSession) -> bool:
+        """False if somebody else's server has the port (ours is about to fail on it)."""
+        async with session.get(f"{self.url}/model_info") as response:
+            return response.status == 200 and (await response.json()).get("model_path") == self.spec.model_path
+
+    def kill(self) -> None:
+        """SIGKILL the whole group, now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def stop(self) -> int | None:
+        """Ask it to end, kill it after a grace period; returns its exit status. Idempotent."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            return await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return await asyncio.to_thread(self._process.wait)
+        finally:
+            self.kill()
