@@ -57,7 +57,9 @@ def load(
     if saved["architecture"] != common["architecture"]:
         message = f"holds a {saved['architecture']}, this trainer has a {common['architecture']}"
         raise CheckpointError(message, file=directory)
-    state: Any = dist_checkpointing.load(_sharded(model, optimizer, common, distributed_optimizer, loading=True), directory)
+    state: Any = dist_checkpointing.load(
+        _sharded(model, optimizer, common, distributed_optimizer, loading=True), directory
+    )
     model.load_state_dict(state["model"])
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,266 @@
+"""Publication over a process group: a source rank sends its tensors straight into the engines' ranks.
+
+A `BroadcastSource` lives in each source rank's process: the trainer waits only while `stage` copies tensors out, `send`
+runs behind the next step. `broadcast_version` is the coordinator's side. Engines are reached through `UpdateTarget`s;
+theirs is the other half of SGLang's `init_weights_update_group` and `update_weights_from_distributed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, PublicationFailed
+from miles_disagg.engine.tensors import dtype_name, unflatten
+from miles_disagg.publish.base import GroupSpec, UpdateTarget
+
+Bucket = Sequence[tuple[str, torch.Tensor]]
+_POLL_SECONDS = 0.02
+_ARRIVALS = "init/"  # torch's TCPStore clients count themselves under this key when they connect
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """One bucket in host memory: tensors' bytes one after another, uint8 [n], and what they are."""
+
+    flat: torch.Tensor
+    metas: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+
+class BroadcastSource:
+    """One source rank's half of a broadcast. States: idle -> staging -> sending -> idle.
+
+    Holds one copy of this rank's share of the weights in host memory, reused (pinned if they come from CUDA).
+    address: where engines reach this process. backend: `gloo`, or `nccl`, which needs NCCL_CUMEM_ENABLE=0 in this
+    process's environment as SGLang sets it in its own (the first transfer fails or hangs without). timeout: seconds for
+    the ranks to meet and for each bucket. flattened: one transfer a bucket instead of one a tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        backend: str,
+        timeout: float,
+        flattened: bool = True,
+        device: torch.device | None = None,
+    ):
+        if backend not in ("gloo", "nccl"):
+            raise ConfigError([f"broadcast backend {backend!r} is not gloo or nccl"])
+        if backend == "nccl" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
+            raise ConfigError(["broadcast over nccl needs NCCL_CUMEM_ENABLE=0 in the trainer's environment"])
+        self._address, self._backend, self._timeout, self._flattened = address, backend, timeout, flattened
+        self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
+        self._staged: list[_Staged] = []
+        self._spare: list[_Staged] = []
+        self._idle = threading.Event()
+        self._idle.set()
+        self._export_seconds = 0.0
+
+    def open(self, timeout: float) -> float:
+        """Start staging; waits for the previous send to settle. Seconds waited, or DeadlineExceeded."""
+        started = time.monotonic()
+        if not self._idle.wait(timeout):
+            raise DeadlineExceeded("the previous weight broadcast", timeout, "it has neither ended nor failed")
+        self._idle.clear()
+        self._spare, self._staged, self._export_seconds = self._staged, [], 0.0
+        return time.monotonic() - started
+
+    def stage(self, bucket: Bucket) -> None:
+        """Copy a bucket of `(hf name, tensor)` to host memory; the tensors may change as soon as this returns."""
+        if self._idle.is_set():
+            raise PublicationFailed("stage() without open()")
+        started = time.monotonic()
+        metas = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket)
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        on_cuda = any(tensor.is_cuda for _, tensor in bucket)
+        index = len(self._staged)
+        reusable = index < len(self._spare) and self._spare[index].flat.numel() == size
+        flat = self._spare[index].flat if reusable else torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        at = 0
+        for _, tensor in bucket:
+            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            flat[at : at + raw.numel()].copy_(raw, non_blocking=True)
+            at += raw.numel()
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._staged.append(_Staged(flat, metas))
+        self._export_seconds += time.monotonic() - started
+
+    async def send(self, version: str, targets: Sequence[UpdateTarget]) -> Mapping[str, float]:
+        """Meet the targets' ranks in a fresh group and send every staged bucket; `perf/update_weights_*` metrics.
+
+        The targets are between `begin_update` and `finish_update`. Raises DeadlineExceeded if they do not meet, or
+        stop receiving, in time, and what a target raised. The group is gone afterwards in any case.
+        """
+        started = time.monotonic()
+        try:
+            name, group = await self._meet(targets)
+            try:
+                for staged in self._staged:
+                    await self._send_bucket(staged, name, group, version, targets)
+            finally:
+                await self._leave(name, group, targets)
+        finally:
+            self._idle.set()
+        return {
+            "perf/update_weights_export_seconds": self._export_seconds,
+            "perf/update_weights_write_seconds": time.monotonic() - started,
+            "perf/update_weights_wire_bytes": float(sum(s.flat.numel() for s in self._staged)),
+        }
+
+    def discard(self) -> None:
+        """Drop what was staged without sending it (the publication was abandoned)."""
+        self._idle.set()
+
+    async def _meet(self, targets: Sequence[UpdateTarget]) -> tuple[str, Any]:
+        """The group's name and the group. Every rank has connected to our store before it is formed."""
+        limit, deadline = timedelta(seconds=self._timeout), time.monotonic() + self._timeout
+        store = dist.TCPStore(self._address, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        name, world = f"weights-{secrets.token_hex(6)}", 1 + sum(t.num_ranks for t in targets)
+        joining: list[asyncio.Task[None]] = []
+        offset = 1
+        for target in targets:
+            spec = GroupSpec(name, self._address, store.port, offset, world, self._backend)
+            joining.append(_task(target.init_group(spec)))
+            offset += target.num_ranks
+        what = f"{world - 1} engine ranks to join group {name} at {self._address}:{store.port}"
+        try:
+            while (arrived := store.add(_ARRIVALS, 0)) < world - 1:
+                _raise_failed(joining)
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(what, self._timeout, f"{arrived} came; asked: {_names(targets)}")
+                await asyncio.sleep(_POLL_SECONDS)
+            group = await _first_error(
+                asyncio.to_thread(self._form, name, store, world, limit), joining, deadline, what
+            )
+        except BaseException:
+            await self._leave(name, None, targets)
+            for task in joining:
+                task.cancel()
+            await asyncio.gather(*joining, return_exceptions=True)
+            raise
+        return name, group
+
+    def _form(self, name: str, store: dist.Store, world: int, limit: timedelta) -> Any:
+        """Rank 0's half of SGLang's `init_custom_process_group`."""
+        group, _ = _new_process_group_helper(
+            world,
+            0,
+            [],
+            Backend(self._backend),
+            PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]
+            timeout=limit,
+        )
+        _world.pg_group_ranks[group] = {}
+        return group
+
+    async def _send_bucket(
+        self, staged: _Staged, name: str, group: Any, version: str, targets: Sequence[UpdateTarget]
+    ) -> None:
+        names = [n for n, _, _ in staged.metas]
+        dtypes = [dtype_name(d) for _, d, _ in staged.metas]
+        shapes = [list(s) for _, _, s in staged.metas]
+        load_format = "flattened_bucket" if self._flattened else None
+        receiving = [_task(t.receive_bucket(names, dtypes, shapes, name, version, load_format)) for t in targets]
+        what = f"{len(targets)} engines to receive {len(names)} tensors from {names[0]!r} on"
+        deadline = time.monotonic() + self._timeout
+        await _first_error(asyncio.to_thread(self._broadcast, staged, group), receiving, deadline, what)
+
+    def _broadcast(self, staged: _Staged, group: Any) -> None:
+        flat = staged.flat.to(self._device)
+        tensors = [flat] if self._flattened else [t for _, t in unflatten(flat, staged.metas)]
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        # The group's own method: dist.broadcast would look for this process's rank in the trainer's default group.
+        for work in [group.broadcast([tensor], options) for tensor in tensors]:
+            work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    async def _leave(self, name: str, group: Any, targets: Sequence[UpdateTarget]) -> None:
+        """Both sides leave. Failures here are not news: the send has succeeded or has failed already."""
+        left = [_task(t.destroy_group(name)) for t in targets]
+        done, pending = await asyncio.wait(left, timeout=self._timeout) if left else (set(), set())
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*done, *pending, return_exceptions=True)
+        if group is not None:
+            await asyncio.to_thread(dist.destroy_process_group, group)
+
+
+Send = Callable[[str, Sequence[UpdateTarget]], Awaitable[Mapping[str, float]]]
+
+
+async def broadcast_version(version: str, sends: Sequence[Send], targets: Sequence[UpdateTarget]) -> dict[str, float]:
+    """One update of all `targets` from all sources (`sends`: each source's `send`, in source order).
+
+    Sources send one after another, since an engine is in each one's group in turn. If anything fails, every target is
+    told so (`abort_update`) and PublicationFailed is raised. Metrics: seconds and bytes added up over sources.
+    """
+    total: dict[str, float] = {}
+    try:
+        await _all([t.begin_update(version) for t in targets])
+        for send in sends:
+            for key, value in (await send(version, targets)).items():
+                total[key] = total.get(key, 0.0) + value
+        await _all([t.finish_update(version) for t in targets])
+    except BaseException as e:
+        reason = f"broadcast of {version} failed: {e or type(e).__name__}"
+        await asyncio.gather(*(t.abort_update(reason) for t in targets), return_exceptions=True)
+        if isinstance(e, Exception):
+            raise PublicationFailed(reason) from e
+        raise
+    return total
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of them to their end, then the first error."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _first_error(own: Awaitable[Any], others: list[asyncio.Task[None]], deadline: float, what: str) -> Any:
+    """Result of `own` once it and all `others` are done; the first exception of any ends the wait at once."""
+    mine = asyncio.ensure_future(own)
+    tasks: list[asyncio.Future[Any]] = [mine, *others]
+    started = time.monotonic()
+    done, pending = await asyncio.wait(tasks, timeout=max(0.0, deadline - started), return_when=asyncio.FIRST_EXCEPTION)
+    for task in others:  # an engine's own words before the broken connection they leave here
+        if task in done:
+            task.result()
+    if mine in done:
+        mine.result()
+    if pending:
+        for task in pending:
+            task.cancel()
+        raise DeadlineExceeded(what, time.monotonic() - started, f"{len(pending)} of {len(tasks)} sides did not finish")
+    return mine.result()
+
+
+def _raise_failed(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+def _task(call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(call)
+
+
+def _names(targets: Sequence[UpdateTarget]) -> str:
+    return ", ".join(t.name for t in targets)
