@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from miles_disagg.domain.errors import DeadlineExceeded, EngineError, MilesDisaggError, UpdateFailed
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.engine.base import Engine
+from miles_disagg.engine.base import Engine, PauseMode
 from miles_disagg.replica.base import Materialized
 from miles_disagg.replica.gate import Gate, Phase, StopKind
 
@@ -330,7 +330,10 @@ class Activator:
         return self._gate.interrupt_paused()
 
     async def _pause_engine(self) -> None:
-        await self._within(self._engine.pause(self._gate.mode), self._limits.control, "the engine to pause")
+        mode: PauseMode = self._gate.mode
+        if mode == "retract" and not self._gate.engine_recomputes:
+            mode = "in_place"  # every request is ended and continued by us, under the new weights' cache key
+        await self._within(self._engine.pause(mode), self._limits.control, "the engine to pause")
 
     async def _serve(self, ref: VersionRef) -> None:
         """Serve `ref` once the engine says that this is what it holds; resume it.

@@ -143,7 +143,8 @@ def _join(prior: dict[str, Any], chunk: dict[str, Any]) -> dict[str, Any]:
 class OpenAIAssembler:
     """/v1/completions and /v1/chat/completions: chunks are deltas by choice index.
 
-    Tokens are counted through `continuous_usage_stats`; with several choices the count per choice is not known.
+    Tokens are counted through `continuous_usage_stats` where the engine knows it, else by logprobs or chunks until
+    the final usage comes. With several choices the count per choice is not known.
     """
 
     cumulative = False
@@ -176,12 +177,15 @@ class OpenAIAssembler:
     def add(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         if not self._head:
             self._head = {k: v for k, v in chunk.items() if k not in ("choices", "usage", "object")}
+        self.engine_version = (chunk.get("metadata") or {}).get("weight_version")
         usage = chunk.get("usage")
         if usage:
             self._usage = usage
-            self.tokens = max(self.tokens, int(usage.get("completion_tokens") or 0))
+            self.tokens = int(usage.get("completion_tokens") or 0)
         for choice in chunk.get("choices") or ():
             self._merge(choice)
+            if not usage:
+                self.tokens += _delta_tokens(choice)
         ended = sum(1 for c in self._choices.values() if c.get("finish_reason"))
         self.finished = ended >= self._expected
         if not chunk.get("choices"):
@@ -238,6 +242,16 @@ class OpenAIAssembler:
 
     def stamp_target(self, message: dict[str, Any]) -> dict[str, Any]:
         return message
+
+
+def _delta_tokens(choice: Mapping[str, Any]) -> int:
+    """How many tokens a delta holds, as far as it can be told."""
+    logprobs = choice.get("logprobs")
+    if isinstance(logprobs, dict):
+        entries = logprobs.get("content", logprobs.get("tokens"))
+        if isinstance(entries, list):
+            return len(entries)
+    return int(bool(choice.get("text") or (choice.get("delta") or {}).get("content")))
 
 
 def _merge_tool_calls(total: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> None:
