@@ -177,8 +177,34 @@ def add_differences(target, positions, order, zero, planes):
         folded = np.uint64(0)
         for plane in range(np.int64(width)):
             folded |= np.uint64(planes[plane, j]) << np.uint64(8 * plane)
-        moved = (folded >> one) ^ (~np.uint64(0) if folded & one else np.uint64(0))
+        moved = (folded >> one) ^ (np.uint64(0) - (folded & one))
         address = a + np.uint64(positions[i]) * width
+        _store(address, _narrow(np.uint64(_load(address, zero)) + moved, zero))
+
+
+@_jit
+def all_differences(old, new, elements, zero, planes):
+    """`planes` of every element, changed or not."""
+    width = _width(zero)
+    a, b = np.uint64(old), np.uint64(new)
+    for i in range(elements):
+        shift = np.uint64(i) * width
+        folded = _zigzag(np.uint64(_load(b + shift, zero)) - np.uint64(_load(a + shift, zero)), width)
+        for plane in range(np.int64(width)):
+            planes[plane, i] = folded >> np.uint64(8 * plane)
+
+
+@_jit
+def add_all_differences(target, elements, zero, planes):
+    """Undo `all_differences`."""
+    width, one = _width(zero), np.uint64(1)
+    a = np.uint64(target)
+    for i in range(elements):
+        folded = np.uint64(0)
+        for plane in range(np.int64(width)):
+            folded |= np.uint64(planes[plane, i]) << np.uint64(8 * plane)
+        moved = (folded >> one) ^ (np.uint64(0) - (folded & one))
+        address = a + np.uint64(i) * width
         _store(address, _narrow(np.uint64(_load(address, zero)) + moved, zero))
 
 
