@@ -7,6 +7,7 @@ killed. If this process itself is killed, the kernel ends COMMAND.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -45,10 +46,8 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
     number = signal.SIGTERM
     while child.poll() is None or _others():
         for pid in _others():
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(pid, number)
-            except OSError:
-                pass
         time.sleep(0.2)
         if time.monotonic() > deadline:
             number = signal.SIGKILL
