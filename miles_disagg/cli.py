@@ -43,23 +43,17 @@ def train(argv: Sequence[str]) -> int:
     return run(config)
 
 
-def _elsewhere(module: str) -> Callable[[Sequence[str]], int]:
-    def command(argv: Sequence[str]) -> int:
-        return importlib.import_module(module).main(list(argv)) or 0
-
-    return command
-
-
-COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "train": ("train a policy (`train --dry-run` only checks)", train),
-    "engine": ("run one embedded engine by itself", _elsewhere("miles_disagg.engine.embedded.__main__")),
-    "store": ("look into a version store, verify and export versions", _elsewhere("miles_disagg.store.inspect")),
+COMMANDS = {
+    "train": "train a policy (`train --dry-run` only checks)",
+    "engine": "run one embedded engine by itself",
 }
+MODULES = {"engine": "miles_disagg.engine.embedded.__main__"}
+"""Modules whose `main(argv)` is a command; imported when it is called."""
 
 
 def usage() -> str:
     """What is printed for --help."""
-    lines = "\n".join(f"  {name:<8} {text}" for name, (text, _) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
     return f"usage: miles-disagg COMMAND [--help] ...\n\ncommands:\n{lines}\n"
 
 
@@ -79,13 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(usage(), file=sys.stderr)
         return USAGE_ERROR
-    return run_command(COMMANDS[name][1], rest)
+    return run_command(train if name == "train" else importlib.import_module(MODULES[name]).main, rest)
 
 
-def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Run `command`, printing expected errors without a traceback."""
     try:
-        return command(argv)
+        return command(argv) or 0
     except ConfigError as error:
         print(f"{len(error.problems)} problem(s), nothing was started:\n{error}", file=sys.stderr)
         return USAGE_ERROR

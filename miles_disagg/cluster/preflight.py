@@ -7,8 +7,6 @@ once. Nothing is started and nothing is written.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from miles_disagg.config.checks import check, within_range
 from miles_disagg.config.machine import Machine
@@ -17,6 +15,7 @@ from miles_disagg.domain.errors import CheckpointError, ConfigError, PromptDataE
 from miles_disagg.prompts.reward import load_reward
 from miles_disagg.prompts.source import DataOptions, DatasetSource, check_tokenizer
 from miles_disagg.prompts.tasks import make_task
+from miles_disagg.prompts.tokenizer import load_tokenizer
 from miles_disagg.trainer.hf_config import HfModelConfig, read_hf_config
 from miles_disagg.weights.checkpoint import open_checkpoint
 
@@ -34,8 +33,8 @@ def preflight(config: RunConfig, machine: Machine | None) -> list[str]:
     return problems
 
 
-def data_options(config: RunConfig, path: str, max_positions: int, *, training: bool = True) -> DataOptions:
-    """How the prompts of `path` are read; a prompt leaves room for the longest completion in `max_positions`."""
+def data_options(config: RunConfig, max_positions: int, *, training: bool = True) -> DataOptions:
+    """How prompts are read; a prompt leaves room for the longest completion in `max_positions` tokens."""
     data, rollout = config.data, config.rollout
     response = rollout.rollout_max_response_len
     if not training:
@@ -44,7 +43,6 @@ def data_options(config: RunConfig, path: str, max_positions: int, *, training: 
     if training:
         room = min(room, config.trainer.max_tokens_per_gpu - response)
     return DataOptions(
-        paths=(path,),
         input_key=data.input_key,
         label_key=data.label_key,
         metadata_key=data.metadata_key,
@@ -55,17 +53,6 @@ def data_options(config: RunConfig, path: str, max_positions: int, *, training: 
         seed=rollout.rollout_seed,
         epochs=data.num_epoch if training else 1,
     )
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The checkpoint's tokenizer. Raises ConfigError if there is none, or it belongs to another model."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError([f"--hf-checkpoint {path}: no usable tokenizer: {reason}"]) from None
 
 
 def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
@@ -82,7 +69,15 @@ def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
     except CheckpointError as error:
         problems.append(f"--hf-checkpoint {path}: {error}")
     try:
-        open_checkpoint(path)
+        with open_checkpoint(path) as checkpoint:
+            embedding = checkpoint.tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            problems.append(f"--hf-checkpoint {path}: there is no tensor model.embed_tokens.weight")
+        elif model is not None and embedding.shape != (model.vocab_size, model.hidden_size):
+            problems.append(
+                f"--hf-checkpoint {path}: model.embed_tokens.weight has shape {list(embedding.shape)}, config.json "
+                f"says vocab_size {model.vocab_size}, hidden_size {model.hidden_size}"
+            )
     except CheckpointError as error:
         problems.append(f"--hf-checkpoint {path}: {error}")
     if model is not None:
@@ -97,12 +92,11 @@ def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
 
 
 def _reward(config: RunConfig) -> list[str]:
-    reward = config.reward
-    name = reward.custom_rm_path or (reward.rm_type if reward.rm_type != "remote_rm" else None)
-    if name is None or config.data.task:
+    """What is wrong with a plugged-in reward function; the other reward flags are `config.checks`'."""
+    if config.reward.custom_rm_path is None:
         return []
     try:
-        load_reward(name)
+        load_reward(custom_path=config.reward.custom_rm_path)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -137,6 +131,7 @@ def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
         files.insert(0, ("--prompt-data", config.data.prompt_data, True))
     for flag, path, training in files:
         try:
-            DatasetSource(data_options(config, path, model.max_positions, training=training), tokenizer)
+            options = data_options(config, model.max_positions, training=training)
+            DatasetSource.from_files([path], tokenizer, options)
         except PromptDataError as error:
             yield f"{flag}: {error}"

@@ -83,6 +83,10 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield "--prompt-data and --task both say where prompts come from: drop one"
     if not data.prompt_data and not data.task:
         yield "--prompt-data is missing: give a .jsonl or .parquet file, or a --task"
+    if data.task and data.task != "addition" and data.task_size is None:
+        yield f"--task-size is missing: say how many training prompts --task {data.task} makes"
+    if data.task and (reward.rm_type or reward.custom_rm_path):
+        yield f"--task {data.task} scores its own answers: drop --rm-type and --custom-rm-path"
     if reward.rm_type and reward.custom_rm_path:
         yield "--rm-type and --custom-rm-path both say how to score: drop one"
     if not reward.rm_type and not reward.custom_rm_path and not data.task:

@@ -10,6 +10,8 @@ class ClusterConfig(Section):
 
     ray_address: str | None = None
     """Running Ray cluster to join (`auto` or HOST:PORT); unset: RAY_ADDRESS, else a cluster of its own."""
+    ray_dashboard: bool = False
+    """Start Ray's dashboard with a cluster of its own (10 to 20 s more); a joined cluster has one already."""
     num_gpus_per_node: PositiveInt = 8
     """GPUs of a rollout node; a larger engine spans several nodes."""
     actor_node_resource: str | None = None

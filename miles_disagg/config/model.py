@@ -19,8 +19,8 @@ class DataConfig(Section):
     """Prompts as .jsonl (one object a line) or .parquet."""
     task: str | None = None
     """Task that makes prompts and scores answers by itself: `addition`, or the name of a reasoning-gym data set."""
-    task_size: PositiveInt = 2048
-    """Number of training prompts that a task makes."""
+    task_size: PositiveInt | None = None
+    """Number of training prompts that --task makes; unset: all there are, where they are finite (`addition`)."""
     input_key: str = "input"
     """Key of the prompt in each line: a string, or chat messages with --apply-chat-template."""
     label_key: str | None = None
@@ -55,7 +55,7 @@ class EvalConfig(Section):
 
     eval_prompt_data: tuple[str, ...] = ()
     """Pairs of a name and a JSON Lines file: NAME PATH [NAME PATH ...]."""
-    eval_task_size: PositiveInt = 128
+    eval_task_size: PositiveInt = 256
     """Number of held-out prompts that a task makes."""
     eval_interval: PositiveInt | None = None
     """Evaluate every N steps, and before the first and after the last one; unset: never."""

@@ -106,6 +106,8 @@ class PacingConfig(Section):
     """Largest lag (trainer's version minus oldest token's version) that is trained on; unset: no limit."""
     async_max_concurrent_samples: PositiveInt | None = None
     """Samples in flight; unset: one training batch."""
+    rollout_submission_granularity: Literal["sample", "group"] = "group"
+    """Start a group when all of its samples fit in flight, or sample by sample."""
     async_data_buffer_capacity_factor: Annotated[float, Bounds(low=1)] = 2.0
     """Capacity of the buffer of finished groups, as a multiple of --rollout-batch-size."""
     async_unused_samples_handler: Literal["drop", "retry"] = "drop"

@@ -37,6 +37,8 @@ REFUSED = [
     ("--rollout-temperature 0", "--rollout-temperature is 0"),
     # prompts and rewards
     ("--prompt-data p.jsonl", "--prompt-data and --task"),
+    ("--task leg_counting", "--task-size is missing"),
+    ("--rm-type exact", "--task addition scores its own answers"),
     ("--rm-type exakt", "perhaps you meant exact"),
     ("--rm-type exact --custom-rm-path a.b", "--rm-type and --custom-rm-path"),
     ("--rm-type remote_rm", "--rm-url"),

@@ -1,0 +1,181 @@
+"""Every command and flag in README and docs is real: parsed by its program, run with --dry-run where it trains."""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from miles_disagg import cli
+from miles_disagg.config.flags import flag_names, parse_run
+from miles_disagg.config.reference import BEGIN, END, reference
+from tests.fakes.checkpoints import write_tiny_checkpoint
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = {"bash", "sh", "shell", "console"}
+# Flags of programs that are not ours and may be named in prose.
+FOREIGN = {
+    "--working-dir",
+    "--head",
+    "--address",
+    "--dashboard-host",
+    "--custom-weight-loader",
+    "--disable-radix-cache",
+}
+# Programs whose own options are their business.
+OTHERS = {
+    "git",
+    "cd",
+    "pip",
+    "ray",
+    "python3",
+    "source",
+    "export",
+    "cat",
+    "ls",
+    "tail",
+    "curl",
+    "tensorboard",
+    "sglang",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line in a page's code block."""
+
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        """Words without leading environment assignments and `... --` wrappers."""
+        words = shlex.split(self.text, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words[:3] == ["ray", "job", "submit"] and "--" in words:
+            words = words[words.index("--") + 1 :]
+        return words
+
+
+def commands() -> list[Command]:
+    """Commands in shell code blocks: one a line, continued by a backslash, without prompt signs and comments."""
+    found = []
+    for page in PAGES:
+        if not page.exists():
+            continue
+        language, held, start = None, "", 0
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            fence = re.match(r"\s*```(\w*)", line)
+            if fence:
+                language = None if language is not None else fence.group(1)
+            elif language in SHELL:
+                start = start if held else number
+                held += line.strip().removeprefix("$ ").removesuffix("\\") + " "
+                if not line.rstrip().endswith("\\"):
+                    if held.strip() and not held.strip().startswith("#"):
+                        found += [Command(page.name, start, part.strip()) for part in held.split("&&")]
+                    held = ""
+    return found
+
+
+def training_flags(words: list[str]) -> list[str] | None:
+    """Flags of a command that starts a training run; None for any other command."""
+    name = Path(words[0]).name if words else ""
+    if name == "miles-disagg" and words[1:2] == ["train"]:
+        return words[2:]
+    if name.startswith("python") and words[1:2] == ["train_async.py"]:
+        return words[2:]
+    if name == "bash" and words[1:2] == ["scripts/quickstart.sh"]:
+        return ["--config", "configs/quickstart.yaml", *words[2:]]
+    return None
+
+
+ALL = commands()
+TRAINING = [c for c in ALL if training_flags(c.words) is not None]
+OTHER = [c for c in ALL if training_flags(c.words) is None]
+
+
+@pytest.mark.parametrize("command", TRAINING, ids=str)
+def test_a_documented_run_passes_its_dry_run(command: Command, tmp_path: Path, capsys, monkeypatch):
+    flags = stand_ins(training_flags(command.words) or [], tmp_path)
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["train", *flags, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+
+
+def stand_ins(flags: list[str], tmp_path: Path) -> list[str]:
+    """The flags with a tiny checkpoint and other real files in the place of a reader's own."""
+    model = write_tiny_checkpoint(tmp_path / "model", vocab_size=64)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"input": "1+1=", "prompt": "1+1=", "label": "2"}\n')
+    out = list(flags)
+    for name, value in (("--prompt-data", prompts), ("--sglang-python", sys.executable)):
+        if name in out:
+            out[out.index(name) + 1] = str(value)
+    config = parse_run(out)
+    out += ["--hf-checkpoint", str(model)]
+    if config.rollout.rollout_max_response_len >= 64:
+        out += ["--rollout-max-response-len", "32"]
+    if config.engines.rollout_num_gpus or config.trainer.trainer_device == "cuda":
+        out += ["--ray-address", "auto"]  # this machine's GPUs are not the reader's
+    if "--no-apply-chat-template" not in out:
+        out += ["--no-apply-chat-template"]
+    return out
+
+
+@pytest.mark.parametrize("command", OTHER, ids=str)
+def test_any_other_documented_command_is_understood(command: Command):
+    words = command.words
+    if not words:
+        return
+    name = Path(words[0]).name
+    if name == "miles-disagg":
+        assert words[1] in cli.COMMANDS or words[1] == "--help", f"no such command: {words[1]}"
+        if len(words) > 2:
+            assert_flags_in_help([sys.executable, "-m", "miles_disagg.cli", words[1], "--help"], words[2:])
+    elif name.startswith("python") and words[1].startswith("scripts/"):
+        assert (ROOT / words[1]).is_file(), f"no such script: {words[1]}"
+        assert_flags_in_help([sys.executable, words[1], "--help"], words[2:])
+    elif name == "bash":
+        assert (ROOT / words[1]).is_file(), f"no such script: {words[1]}"
+    else:
+        assert name in OTHERS, f"{command}: unknown program {name}"
+
+
+def assert_flags_in_help(argv: list[str], words: list[str]) -> None:
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if flags:
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        for flag in flags:
+            assert flag in done.stdout, f"{' '.join(argv[1:3])} has no {flag}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.exists()], ids=lambda p: p.name)
+def test_every_flag_a_page_mentions_exists(page: Path):
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", page.read_text()))
+    known = {*flag_names(), *(name.replace("--", "--no-", 1) for name in flag_names()), *FOREIGN, *script_flags()}
+    known |= {name for name in mentioned if name.startswith("--sglang-")}
+    assert mentioned <= known, f"no program has {sorted(mentioned - known)}"
+
+
+def script_flags() -> set[str]:
+    """Flags that our scripts and commands other than train declare, by their source."""
+    sources = [*(ROOT / "scripts").glob("*"), *(ROOT / "miles_disagg").rglob("*.py")]
+    text = "\n".join(source.read_text() for source in sources if source.suffix in (".py", ".sh"))
+    declared = re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"(--[\w-]+)"', text)
+    return {*declared, "--help", "--fix"}
+
+
+def test_the_configuration_page_has_the_flags_of_today():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    table = page.split(BEGIN)[1].split(END)[0].strip()
+    assert table == reference(), "run: python -m miles_disagg.config.reference docs/configuration.md"
