@@ -126,7 +126,7 @@ _jit = njit(nogil=True, cache=True, boundscheck=False)
 
 
 @_jit
-def scan(old, new, begin, end, zero, finite_mask, positions, planes, n):
+def scan(old, new, begin, end, zero, finite_mask, positions, planes, n) -> tuple[int, int]:
     """Append what differs in elements [begin, end), begin a multiple of 64, to `positions` and `planes` from n on.
 
     positions: u4. planes[b, i] is byte b of zigzag(new - old): the sign goes to the lowest bit, so that small moves
@@ -209,7 +209,7 @@ def add_all_differences(target, elements, zero, planes):
 
 
 @_jit
-def pack_gaps(gaps, wide, low, high):
+def pack_gaps(gaps, wide, low, high) -> tuple[int, int]:
     """Gaps (u4) as bytes; (bytes in `low`, bytes in `high`).
 
     Narrow: all of it in `low`, 255 meaning "255 more, keep reading". Wide: low bytes in `low`, the rest so in `high`.

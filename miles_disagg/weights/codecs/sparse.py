@@ -34,7 +34,7 @@ _MAGIC = b"MDSP"
 _BLOCK = struct.Struct("<BBHI")  # form, classes, 0, changed elements
 _CLASS = np.dtype([("threshold", "<u8"), ("count", "<u4"), ("gap_bytes", "<u4"), ("wide", "<u4")])
 _EMPTY, _SPARSE, _DENSE = 0, 1, 2
-# Our streams have no repeats, only skewed bytes: a short match found by chance costs more than its literals. A tiny hash
+# Our streams have skewed bytes and no repeats: a short match found by chance costs more than its literals. A tiny hash
 # table and long matches leave the work to the entropy coder (5 to 10 % smaller than level 1, and faster both ways).
 _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6, window_log=19)
 _HOT_BYTES = 256 << 10  # compared, hashed and gathered while in the second-level cache
