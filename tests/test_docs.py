@@ -1,9 +1,11 @@
 """Every command and flag in README and docs is real: parsed by its program, run with --dry-run where it trains."""
 
+import itertools
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from miles_disagg.config.reference import BEGIN, END, reference
 from tests.fakes.checkpoints import write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [p for p in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
 SHELL = {"bash", "sh", "shell", "console"}
 # Flags of programs that are not ours and may be named in prose.
 FOREIGN = {
@@ -46,55 +48,72 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command line in a page's code block."""
+    """One simple command of a page: its words, without environment assignments and `ray job submit ... --`."""
 
     page: str
     line: int
-    text: str
+    words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.page}:{self.line}: {self.text}"
-
-    @property
-    def words(self) -> list[str]:
-        """Words without leading environment assignments and `... --` wrappers."""
-        words = shlex.split(self.text, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words = words[1:]
-        if words[:3] == ["ray", "job", "submit"] and "--" in words:
-            words = words[words.index("--") + 1 :]
-        return words
+        return f"{self.page}:{self.line}: {' '.join(self.words)}"
 
 
 def commands() -> list[Command]:
-    """Commands in shell code blocks: one a line, continued by a backslash, without prompt signs and comments."""
+    """Simple commands in shell code blocks; one may go on over lines by a backslash or inside quotes."""
     found = []
     for page in PAGES:
-        if not page.exists():
-            continue
         language, held, start = None, "", 0
         for number, line in enumerate(page.read_text().splitlines(), start=1):
             fence = re.match(r"\s*```(\w*)", line)
             if fence:
+                assert not held, f"{page.name}:{start}: a command without an end"
                 language = None if language is not None else fence.group(1)
             elif language in SHELL:
                 start = start if held else number
                 held += line.strip().removeprefix("$ ").removesuffix("\\") + " "
-                if not line.rstrip().endswith("\\"):
-                    if held.strip() and not held.strip().startswith("#"):
-                        found += [Command(page.name, start, part.strip()) for part in held.split("&&")]
+                words = None if line.rstrip().endswith("\\") else split(held)
+                if words is not None:
+                    found += [Command(page.name, start, simple) for simple in simple_commands(words)]
                     held = ""
     return found
 
 
-def training_flags(words: list[str]) -> list[str] | None:
+def split(text: str) -> list[str] | None:
+    """Words and operators of a command line; None if a quote is still open."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:
+        return None
+
+
+def simple_commands(words: list[str]) -> list[tuple[str, ...]]:
+    """Commands between `&&`, `|` and `;`, without redirections."""
+    out: list[list[str]] = [[]]
+    for word in words:
+        if word in ("&&", "||", "|", ";", "&"):
+            out.append([])
+        else:
+            out[-1].append(word)
+    return [tuple(unwrapped(simple)) for simple in out if unwrapped(simple)]
+
+
+def unwrapped(words: list[str]) -> list[str]:
+    words = list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        words = words[words.index("--") + 1 :]
+    return words
+
+
+def training_flags(words: Sequence[str]) -> list[str] | None:
     """Flags of a command that starts a training run; None for any other command."""
     name = Path(words[0]).name if words else ""
-    if name == "miles-disagg" and words[1:2] == ["train"]:
-        return words[2:]
-    if name.startswith("python") and words[1:2] == ["train_async.py"]:
-        return words[2:]
-    if name == "bash" and words[1:2] == ["scripts/quickstart.sh"]:
+    if name == "miles-disagg" and words[1:2] == ("train",):
+        return list(words[2:])
+    if name.startswith("python") and words[1:2] == ("train_async.py",):
+        return list(words[2:])
+    if name == "bash" and words[1:2] == ("scripts/quickstart.sh",):
         return ["--config", "configs/quickstart.yaml", *words[2:]]
     return None
 
@@ -134,8 +153,6 @@ def stand_ins(flags: list[str], tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("command", OTHER, ids=str)
 def test_any_other_documented_command_is_understood(command: Command):
     words = command.words
-    if not words:
-        return
     name = Path(words[0]).name
     if name == "miles-disagg":
         assert words[1] in cli.COMMANDS or words[1] == "--help", f"no such command: {words[1]}"
@@ -150,7 +167,7 @@ def test_any_other_documented_command_is_understood(command: Command):
         assert name in OTHERS, f"{command}: unknown program {name}"
 
 
-def assert_flags_in_help(argv: list[str], words: list[str]) -> None:
+def assert_flags_in_help(argv: list[str], words: Sequence[str]) -> None:
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     if flags:
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -159,7 +176,7 @@ def assert_flags_in_help(argv: list[str], words: list[str]) -> None:
             assert flag in done.stdout, f"{' '.join(argv[1:3])} has no {flag}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.exists()], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_flag_a_page_mentions_exists(page: Path):
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", page.read_text()))
     known = {*flag_names(), *(name.replace("--", "--no-", 1) for name in flag_names()), *FOREIGN, *script_flags()}
