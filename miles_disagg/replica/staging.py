@@ -20,7 +20,6 @@ import asyncio
 import errno
 import fcntl
 import json
-import os
 import shutil
 import threading
 import time
@@ -29,22 +28,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from miles_disagg.domain.errors import BaseMismatch, CheckpointError, ChecksumMismatch, ClaimConflict
+from miles_disagg.domain.errors import CheckpointError, ChecksumMismatch, ClaimConflict
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.replica.base import Materialized
 from miles_disagg.store.base import ObjectNotFound
+from miles_disagg.store.checkout import build_beside, fetch_plan, open_deltas
 from miles_disagg.store.claims import json_field, load_json_object
 from miles_disagg.store.leases import release_lease, take_lease
-from miles_disagg.store.lineage import Plan, VersionIndex
+from miles_disagg.store.lineage import Plan
 from miles_disagg.store.versions import VersionStore
-from miles_disagg.weights.chain import apply_chain, apply_patch, build_patch
-from miles_disagg.weights.checkpoint import INDEX_FILE, checkpoint_digest, open_checkpoint, tensor_digests
-from miles_disagg.weights.delta import DeltaVersion, open_delta
+from miles_disagg.weights.chain import apply_patch, build_patch
+from miles_disagg.weights.checkpoint import open_checkpoint
 from miles_disagg.weights.digest import new_hasher
-from miles_disagg.weights.safetensors_file import sync_directory, write_durably
+from miles_disagg.weights.safetensors_file import write_durably
 
 MARKER = "marker.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
@@ -181,84 +179,34 @@ class DiskStager:
             self._pre_read(target)
         started = time.monotonic()
         plan = self._store.plan(target, have)
-        wire_bytes = sum(self._fetch(index) for index in ([plan.anchor] if plan.anchor else []) + list(plan.deltas))
+        wire_bytes = fetch_plan(self._store.objects, plan, self._incoming)
         fetched = time.monotonic()
-        if plan.start == "held":
-            assert marker is not None
-            path, patch = self._patch(marker, target, plan)
+        if plan.start == "held" and marker is not None:
+            path, previous, patch = self._root / marker.directory, marker.ref, self._patch(marker, target, plan)
         else:
-            path, patch = self._build_beside(target, plan), None
+            path, previous, patch = self._build_beside(target, plan), None, None
         seconds = {"fetch": fetched - started, "materialize": time.monotonic() - fetched}
-        return Materialized(target, path, marker.ref if patch and marker else None, patch, seconds, wire_bytes)
+        return Materialized(target, path, previous, patch, seconds, wire_bytes)
 
-    def _fetch(self, index: VersionIndex) -> int:
-        """Copy the index and exactly the files it names to `incoming`; bytes read."""
-        directory = self._incoming(index.ref)
-        directory.mkdir(parents=True, exist_ok=True)
-        total = len(index.raw)
-        for file in index.files:
-            total += self._store.objects.download(f"{index.ref}/{file}", directory / file)
-        (directory / INDEX_FILE).write_bytes(index.raw)
-        return total
-
-    def _patch(self, marker: Marker, target: VersionRef, plan: Plan) -> tuple[Path, Path]:
+    def _patch(self, marker: Marker, target: VersionRef, plan: Plan) -> Path:
         """Held state -> target, in place, through a synced patch."""
-        directory = self._root / marker.directory
         patch = self._root / f"patch-{target.version:06d}.safetensors"
-        with open_checkpoint(directory) as checkpoint:
-            built = build_patch(checkpoint, self._open_deltas(plan), patch, workers=self._workers)
+        with open_checkpoint(self._root / marker.directory) as checkpoint:
+            built = build_patch(checkpoint, open_deltas(plan, self._incoming), patch, workers=self._workers)
         pending = Pending(target.version, patch.name, built.written.nbytes, built.written.digest)
         self._write_marker(replace(marker, pending=pending))
-        self._apply_pending(replace(marker, pending=pending))
-        return directory, patch
+        self._clean(self._apply_pending(replace(marker, pending=pending)))
+        return patch
 
     def _build_beside(self, target: VersionRef, plan: Plan) -> Path:
         """A new weights directory from the base or an anchor, switched to by the marker."""
         base_digest = self._store.claim_of(target.run_id).base_digest
         directory = self._root / f"weights-{uuid.uuid4().hex[:12]}"
-        try:
-            if plan.anchor is not None:
-                self._seed_from_anchor(plan.anchor, directory)
-            else:
-                self._seed_from_base(base_digest, directory)
-            if plan.deltas:
-                with open_checkpoint(directory, writable=True) as checkpoint:
-                    apply_chain(checkpoint, self._open_deltas(plan), self._workers)
-                    checkpoint.sync()
-            marker = Marker(target.run_id, target.version, base_digest, directory.name)
-            self._write_marker(marker)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+        build_beside(plan, self._incoming, self._base, base_digest, directory, self._workers)
+        marker = Marker(target.run_id, target.version, base_digest, directory.name)
+        self._write_marker(marker)
         self._clean(marker)
         return directory
-
-    def _seed_from_base(self, base_digest: str, directory: Path) -> None:
-        with open_checkpoint(self._base) as checkpoint:
-            weights = [*checkpoint.headers, *([INDEX_FILE] if (self._base / INDEX_FILE).is_file() else [])]
-        copy_files(self._base, directory, [*weights, *companion_files(self._base)])
-        found = checkpoint_digest(directory, self._workers)
-        if found != base_digest:
-            raise BaseMismatch(base_digest, found, str(self._base))
-
-    def _seed_from_anchor(self, anchor: VersionIndex, directory: Path) -> None:
-        """Verify a fetched full version and make it a directory of ours, with the base's config and tokenizer."""
-        incoming = self._incoming(anchor.ref)
-        with open_checkpoint(incoming) as checkpoint:
-            published = checkpoint.checksums()
-            found = tensor_digests(checkpoint, str(anchor.metadata.get("checksum_format", "xxh3-128")), self._workers)
-            for name, info in checkpoint.tensors.items():
-                if name in published and published[name] != found[name]:
-                    raise ChecksumMismatch(published[name], found[name], file=info.file, tensor=name)
-        copy_files(self._base, incoming, companion_files(self._base))
-        os.rename(incoming, directory)
-        for file in directory.iterdir():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        sync_directory(directory)
-
-    def _open_deltas(self, plan: Plan) -> list[DeltaVersion]:
-        return [open_delta(self._incoming(delta.ref)) for delta in plan.deltas]
 
     # --- what is on this host ---------------------------------------------------------------------
 
@@ -322,27 +270,9 @@ class DiskStager:
             elif entry.name not in keep:
                 entry.unlink()
 
-    def _incoming(self, ref: VersionRef) -> Path:
-        return self._root / "incoming" / ref.directory
+    @property
+    def _incoming(self) -> Path:
+        return self._root / "incoming"
 
     def _clear_incoming(self) -> None:
-        shutil.rmtree(self._root / "incoming", ignore_errors=True)
-
-
-def companion_files(directory: Path) -> list[str]:
-    """Config, tokenizer and other small files of a checkpoint: everything at its top level that holds no weights."""
-    return sorted(
-        entry.name
-        for entry in directory.iterdir()
-        if entry.is_file() and not entry.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")) and entry.name[0] != "."
-    )
-
-
-def copy_files(source: Path, target: Path, names: list[str]) -> None:
-    """Copy `names` from one directory to another, which is made; durable when this returns."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        shutil.copyfile(source / name, target / name)
-        with open(target / name, "rb") as file:
-            os.fsync(file.fileno())
-    sync_directory(target)
+        shutil.rmtree(self._incoming, ignore_errors=True)

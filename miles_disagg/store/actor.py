@@ -95,5 +95,8 @@ class RemoteLedger:
     async def record_activation(self, replica_id: str, ref: VersionRef, at: float) -> None:
         await self.actor.watch.remote("record_activation", replica_id, ref, at)
 
+    async def replicas(self) -> dict[str, VersionRef | None]:
+        return await self.actor.watch.remote("replicas")
+
     async def metrics(self) -> dict[str, float]:
         return await self.actor.watch.remote("metrics")
