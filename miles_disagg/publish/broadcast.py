@@ -8,8 +8,10 @@ theirs is the other half of SGLang's `init_weights_update_group` and `update_wei
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -26,8 +28,7 @@ from miles_disagg.engine.tensors import dtype_name, unflatten
 from miles_disagg.publish.base import GroupSpec, UpdateTarget
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
-_POLL_SECONDS = 0.02
-_ARRIVALS = "init/"  # torch's TCPStore clients count themselves under this key when they connect
+_GRACE_SECONDS = 5.0  # the store's own deadline passes first, and says how many ranks came
 
 
 @dataclass(frozen=True)
@@ -125,47 +126,29 @@ class BroadcastSource:
         self._idle.set()
 
     async def _meet(self, targets: Sequence[UpdateTarget]) -> tuple[str, Any]:
-        """The group's name and the group. Every rank has connected to our store before it is formed."""
-        limit, deadline = timedelta(seconds=self._timeout), time.monotonic() + self._timeout
-        store = dist.TCPStore(self._address, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        """The group's name and the group. All ranks have connected to our store before the group is formed."""
         name, world = f"weights-{secrets.token_hex(6)}", 1 + sum(t.num_ranks for t in targets)
+        meeting = _Meeting(self._address, world, timedelta(seconds=self._timeout))
         joining: list[asyncio.Task[None]] = []
         offset = 1
         for target in targets:
-            spec = GroupSpec(name, self._address, store.port, offset, world, self._backend)
+            spec = GroupSpec(name, self._address, meeting.port, offset, world, self._backend)
             joining.append(_task(target.init_group(spec)))
             offset += target.num_ranks
-        what = f"{world - 1} engine ranks to join group {name} at {self._address}:{store.port}"
+        what = f"{world - 1} engine ranks ({', '.join(t.name for t in targets)}) to join group {name}"
         try:
-            while (arrived := store.add(_ARRIVALS, 0)) < world - 1:
-                _raise_failed(joining)
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(what, self._timeout, f"{arrived} came; asked: {_names(targets)}")
-                await asyncio.sleep(_POLL_SECONDS)
-            group = await _first_error(
-                asyncio.to_thread(self._form, name, store, world, limit), joining, deadline, what
-            )
-        except BaseException:
+            forming = asyncio.to_thread(meeting.form, name, self._backend)
+            group = await _first_error(forming, joining, time.monotonic() + self._timeout + _GRACE_SECONDS, what)
+        except BaseException as e:
+            meeting.abandon()
             await self._leave(name, None, targets)
             for task in joining:
                 task.cancel()
             await asyncio.gather(*joining, return_exceptions=True)
+            if isinstance(e, dist.DistStoreError):
+                raise DeadlineExceeded(what, self._timeout, f"{str(e).splitlines()[0]} (this rank included)") from None
             raise
         return name, group
-
-    def _form(self, name: str, store: dist.Store, world: int, limit: timedelta) -> Any:
-        """Rank 0's half of SGLang's `init_custom_process_group`."""
-        group, _ = _new_process_group_helper(
-            world,
-            0,
-            [],
-            Backend(self._backend),
-            PrefixStore(name, store),
-            group_name=name,  # type: ignore[arg-type]
-            timeout=limit,
-        )
-        _world.pg_group_ranks[group] = {}
-        return group
 
     async def _send_bucket(
         self, staged: _Staged, name: str, group: Any, version: str, targets: Sequence[UpdateTarget]
@@ -199,6 +182,53 @@ class BroadcastSource:
         await asyncio.gather(*done, *pending, return_exceptions=True)
         if group is not None:
             await asyncio.to_thread(dist.destroy_process_group, group)
+
+
+class _Meeting:
+    """A TCP store on a fresh port at which rank 0 waits for the others, and the group it forms when they have come."""
+
+    def __init__(self, address: str, world_size: int, limit: timedelta):
+        self._address, self._world_size, self._limit = address, world_size, limit
+        self._socket = socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.port: int = self._socket.getsockname()[1]
+        self._lock = threading.Lock()
+        self._waiting = self._abandoned = False
+
+    def form(self, name: str, backend: str) -> Any:
+        """Rank 0's half of SGLang's `init_custom_process_group`. Blocks; DistStoreError tells how many came in time."""
+        with self._lock:
+            if self._abandoned:
+                return None
+            self._waiting = True
+        try:
+            store = dist.TCPStore(
+                self._address, self.port, self._world_size, True, self._limit, master_listen_fd=self._socket.detach()
+            )
+        finally:
+            self._waiting = False
+        if self._abandoned:
+            return None
+        group, _ = _new_process_group_helper(
+            self._world_size,
+            0,
+            [],
+            Backend(backend),
+            PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]
+            timeout=self._limit,
+        )
+        _world.pg_group_ranks[group] = {}
+        return group
+
+    def abandon(self) -> None:
+        """Let a `form` that waits go at once. TCPStore's wait cannot be interrupted: stand in for who has not come."""
+        with self._lock:
+            self._abandoned = True
+        for _ in range(self._world_size - 1):
+            if self._waiting:
+                with contextlib.suppress(dist.DistError):
+                    dist.TCPStore(self._address, self.port, self._world_size, False, timedelta(seconds=1))
+        self._socket.close()
 
 
 Send = Callable[[str, Sequence[UpdateTarget]], Awaitable[Mapping[str, float]]]
@@ -252,15 +282,5 @@ async def _first_error(own: Awaitable[Any], others: list[asyncio.Task[None]], de
     return mine.result()
 
 
-def _raise_failed(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        if task.done():
-            task.result()
-
-
 def _task(call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.get_running_loop().create_task(call)
-
-
-def _names(targets: Sequence[UpdateTarget]) -> str:
-    return ", ".join(t.name for t in targets)
