@@ -28,7 +28,7 @@ from miles_disagg.domain.errors import (
 )
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.gateway.proxy import Attempt, Refused, ReplicaGone
-from miles_disagg.gateway.router import Member, Router
+from miles_disagg.gateway.router import Member, Router, check_replica_id
 from miles_disagg.replica.app import blocked
 from miles_disagg.replica.exposition import CONTENT_TYPE, Family, Histogram, render
 from miles_disagg.replica.server import HttpServer, error_response, guard, json_response
@@ -130,6 +130,9 @@ class GatewayApp:
         raw = await request.read()
         body = parse_json(raw)
         constraint = Constraint.from_json(body.get("weight_version"))
+        session_id = request.headers.get("x-session-id")
+        if session_id is not None:
+            parse_rid(session_id, "x-session-id")
         if body.get("rid") is None:  # so that a retry on another replica is known to be the same request
             rest = raw.lstrip()[1:]
             raw = b'{"rid":"' + parse_rid(None).encode() + (b'",' if len(body) else b'"') + rest
@@ -138,7 +141,7 @@ class GatewayApp:
         scope = asyncio.timeout(self.settings.request)
         try:
             async with scope:
-                return await self._send(request, raw, constraint, request.headers.get("x-session-id"))
+                return await self._send(request, raw, constraint, session_id)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -209,7 +212,7 @@ class GatewayApp:
         )
 
     async def _unregister(self, request: web.Request) -> web.Response:
-        known = self._router.goodbye(request.match_info["replica_id"])
+        known = self._router.goodbye(check_replica_id(request.match_info["replica_id"]))
         return json_response({"known": known})
 
     async def _wake(self, request: web.Request) -> web.Response:

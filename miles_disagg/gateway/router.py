@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +24,8 @@ from miles_disagg.domain.errors import (
 )
 from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id
 
+_REPLICA_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+_URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]{1,255}/?")
 _SAMPLE = 16  # members looked at before all of them are, in a large fleet
 
 
@@ -93,18 +96,23 @@ class Router:
 
     def heartbeat(self, message: Mapping[str, Any]) -> Member:
         """A replica says who and how it is. InvalidRequest names a field that is wrong."""
-        replica_id, url = message.get("replica_id"), message.get("url")
-        if not isinstance(replica_id, str) or not 1 <= len(replica_id) <= 200 or "/" in replica_id:
-            raise InvalidRequest("replica_id: must be a string of 1 to 200 characters without '/'")
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise InvalidRequest("url: must be an http or https URL")
+        replica_id, url = check_replica_id(message.get("replica_id")), message.get("url")
+        if not isinstance(url, str) or not _URL.fullmatch(url):
+            raise InvalidRequest("url: must be http(s)://host[:port]")
         url = url.rstrip("/")
+        for name, kind in (("state", str), ("reason", str), ("ready", bool), ("phase_timings", dict)):
+            if not isinstance(message.get(name, kind()), kind):
+                raise InvalidRequest(f"{name}: must be a {kind.__name__}")
         applied, run_id, latest = _version(message, "applied"), message.get("run_id"), message.get("latest")
         try:
             run_id = None if run_id is None else check_run_id(run_id)
             latest = None if latest is None else VersionRef.parse(latest)
         except InvalidVersionRef as error:
             raise InvalidRequest(f"run_id, latest: {error}") from None
+        limit = _version(message, "max_in_flight")
+        limit = 1024 if limit is None else limit
+        if limit < 1:
+            raise InvalidRequest("max_in_flight: must be at least 1")
         member = self._members.get(replica_id)
         if member is not None and member.url != url:  # restarted elsewhere under its name
             self._remove(member, f"replica {replica_id} moved to {url}")
@@ -114,12 +122,11 @@ class Router:
             self._list.append(member)
         before = (member.run_id, member.applied, member.ready, member.latest)
         member.run_id, member.applied, member.latest = run_id, applied, latest
-        member.state, member.ready = str(message.get("state")), message.get("ready") is True
-        member.reason = str(message.get("reason") or "")
+        member.state, member.ready = message.get("state", "booting"), message.get("ready", False)
+        member.reason = message.get("reason", "")
         member.active = _version(message, "active_requests") or 0
-        member.max_in_flight = max(1, _version(message, "max_in_flight") or 1024)
-        timings = message.get("phase_timings")
-        member.phase_timings = timings if isinstance(timings, Mapping) else {}
+        member.max_in_flight = limit
+        member.phase_timings = message.get("phase_timings", {})
         member.others = max(0, member.active - len(member.outstanding))
         member.heard = self._clock()
         if member.ready:
@@ -276,8 +283,17 @@ class Router:
         return WeightVersionNotReady(str(constraint), max(served, default=None), number)
 
 
+def check_replica_id(value: Any) -> str:
+    """Return a legal replica id or raise InvalidRequest."""
+    if not isinstance(value, str) or not _REPLICA_ID.fullmatch(value):
+        raise InvalidRequest("replica_id: must be 1 to 200 of letters, digits, '.', '_', ':', '-'")
+    return value
+
+
 def _version(message: Mapping[str, Any], name: str) -> int | None:
     value = message.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if value is not None and (type(value) is not int or value < 0):
         raise InvalidRequest(f"{name}: must be a non-negative integer or null")
     return value

@@ -92,12 +92,24 @@ def parse_requests(path: str, body: dict[str, Any]) -> tuple[list[RolloutRequest
     if not isinstance(stream, bool):
         raise InvalidRequest("stream: must be true or false")
     if path != GENERATE:
+        _check_openai(path, body)
         return [_single(path, body, constraint)], False
     bodies, is_batch = _fan_out(body)
     requests = [_single(path, item, constraint) for item in bodies]
     if len({r.rid for r in requests}) != len(requests):
         raise InvalidRequest("rid: every prompt of a batch needs its own")
     return requests, is_batch
+
+
+def _check_openai(path: str, body: Mapping[str, Any]) -> None:
+    if path.endswith("chat/completions"):
+        if not isinstance(body.get("messages"), list):
+            raise InvalidRequest("messages: must be a list")
+        return
+    prompt = body.get("prompt")
+    kinds = {type(item) for item in prompt} if isinstance(prompt, list) else set()
+    if not isinstance(prompt, str) and (len(kinds) != 1 or not kinds <= {str, int, list}):
+        raise InvalidRequest("prompt: must be a string, a list of strings, token ids, or a list of lists of token ids")
 
 
 def _single(path: str, body: dict[str, Any], constraint: Constraint) -> RolloutRequest:
@@ -137,10 +149,10 @@ def _fan_out(body: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
 
 def _check_prompt(item: dict[str, Any]) -> None:
     ids, text = item.get("input_ids"), item.get("text")
+    if ids is None and not isinstance(text, str) and item.get("input_embeds") is None:
+        raise InvalidRequest("text: must be a string (or a list of strings)")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(t) is int and t >= 0 for t in ids)):
         raise InvalidRequest("input_ids: must be a non-empty list of non-negative token ids (or a list of such lists)")
-    if text is not None and not isinstance(text, str):
-        raise InvalidRequest("text: must be a string (or a list of strings)")
     if item.get("sampling_params") is None:
         item["sampling_params"] = {}
     if not isinstance(item["sampling_params"], dict):
