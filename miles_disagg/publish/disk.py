@@ -26,7 +26,7 @@ from miles_disagg.store.base import ObjectStore
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.weights.checkpoint import Checkpoint, open_checkpoint
 from miles_disagg.weights.delta import ShardPlan, ShardSummary, ShardWriter, plan_shards
-from miles_disagg.weights.digest import DEFAULT_CHECKSUM
+from miles_disagg.weights.digest import DEFAULT_CHECKSUM, digest
 from miles_disagg.weights.dtypes import OF_TORCH
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
@@ -215,10 +215,18 @@ class Published:
     receipts: tuple[Receipt, ...]
     metrics: Mapping[str, float]
 
+    full: bool = False
+
     @property
-    def changed_elements(self) -> int:
-        """Elements that changed, over all sources (0 for a full version: not known)."""
-        return sum(r.changed_elements for r in self.receipts)
+    def changed_elements(self) -> int | None:
+        """Elements that changed, over all sources; None for a full version, which is not compared."""
+        return None if self.full else sum(r.changed_elements for r in self.receipts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal weights: digest over all checksums of a full version; empty for a delta."""
+        checksums = sorted(item for r in self.receipts for item in r.checksums.items())
+        return digest(repr(checksums).encode()) if self.full else ""
 
 
 async def publish_version(
@@ -248,7 +256,8 @@ async def publish_version(
             await committer.abort(ref)
         raise
     await _all(source.settle(True) for source in sources)
-    return Published(ref, tuple(receipts), {**combine(receipts), "perf/update_weights_commit_seconds": committed})
+    metrics = {**combine(receipts), "perf/update_weights_commit_seconds": committed}
+    return Published(ref, tuple(receipts), metrics, encoding is None)
 
 
 def combine(receipts: Sequence[Receipt]) -> dict[str, float]:
