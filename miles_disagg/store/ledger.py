@@ -169,10 +169,9 @@ class VersionLedger:
 
     async def record_activation(self, replica_id: str, ref: VersionRef, at: float) -> None:
         """`replica_id` serves `ref` since Unix time `at`. Idempotent; an unknown replica is registered."""
-        if ref.run_id != self._run_id or self._latest is None or ref > self._latest:
-            raise PointerConflict(
-                self._latest, self._latest, ref, f"{replica_id} reports a version that is not published."
-            )
+        newest = self._open or self._latest  # a broadcast reaches replicas before it is committed
+        if ref.run_id != self._run_id or newest is None or ref > newest:
+            raise PointerConflict(newest, newest, ref, f"{replica_id} reports a version that is not published.")
         async with self._changed:
             known = self._replicas.get(replica_id)
             if known is None or ref > known:
@@ -231,8 +230,9 @@ class VersionLedger:
 
     async def _wait(self, ready: Callable[[], bool], timeout: float, result: Callable[[], T]) -> T | None:
         async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(ready), timeout)
-            except TimeoutError:
-                return None
+            if not ready():
+                try:
+                    await asyncio.wait_for(self._changed.wait_for(ready), timeout)
+                except TimeoutError:
+                    return None
             return result()
