@@ -5,7 +5,7 @@ Adapters stand beside this file: `source` (JSONL, Parquet), `tasks` (generators)
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from miles_disagg.domain.samples import Prompt, Sample
@@ -52,7 +52,3 @@ class Reward(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-Rows = Sequence[tuple[int, Mapping[str, Any]]]
-"""Rows of a data file with their 1-based line (Parquet: row) number."""

@@ -67,24 +67,33 @@ def _label(sample: Sample) -> str:
     return sample.prompt.label
 
 
-def load_reward(name: str) -> RewardFunction:
-    """A built-in name, an import path `package.module:function` (or `.function`), or an http(s) URL.
+def task_reward(task: str) -> str:
+    """The built-in reward that belongs to a task of `tasks`."""
+    return "exact" if task == "addition" else "reasoning-gym"
+
+
+def load_reward(
+    rm_type: str | None = None, *, custom_path: str | None = None, url: str | None = None
+) -> RewardFunction:
+    """A built-in reward by its name (`remote_rm` asks `url`), or a function by import path `package.module.function`.
 
     ConfigError names the flag and what is known.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if name.startswith(("http://", "https://")):
-        return RemoteReward(name)
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if custom_path is None:
+        if rm_type == "remote_rm" and url:
+            return RemoteReward(url)
+        if rm_type not in BUILT_IN:
+            raise ConfigError(
+                [f"--rm-type {rm_type}: unknown; there are {', '.join(BUILT_IN)}, remote_rm (with --rm-url)"]
+            )
+        return BUILT_IN[rm_type]
+    module, _, attribute = custom_path.replace(":", ".").rpartition(".")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            [f"--custom-rm-path {name}: {error}; built in are {', '.join(BUILT_IN)}, else give package.module:function"]
-        ) from error
+        raise ConfigError([f"--custom-rm-path {custom_path}: {error}; give package.module.function"]) from error
     if not callable(function):
-        raise ConfigError([f"--custom-rm-path {name}: not a function"])
+        raise ConfigError([f"--custom-rm-path {custom_path}: not a function"])
     return cast(RewardFunction, function)
 
 

@@ -1,14 +1,14 @@
-"""Prompt data from JSONL and Parquet files: parsed, checked, tokenized, shuffled by seed, with a cursor.
+"""Prompt data from JSONL and Parquet files: parsed, checked, tokenized, shuffled, with a cursor.
 
-Generated data sets are `tasks`; what became of each prompt is `ledger`.
+What generated data sets contain is `tasks`; what became of each prompt is `ledger`.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import xxhash
 from miles_disagg.domain.errors import ConfigError, PromptDataError
 from miles_disagg.domain.samples import Prompt
 from miles_disagg.prompts.base import TokenizerLike
+from miles_disagg.prompts.tasks import TaskItem
 
 _LISTED = 20  # how many skipped prompts `DatasetSource.skipped` names one by one
 
@@ -25,7 +26,6 @@ _LISTED = 20  # how many skipped prompts `DatasetSource.skipped` names one by on
 class DataOptions:
     """How rows become prompts. `max_prompt_tokens` is the context length minus the response budget (None: no limit)."""
 
-    paths: tuple[str, ...]
     input_key: str = "input"
     label_key: str | None = "label"
     metadata_key: str | None = "metadata"
@@ -52,26 +52,38 @@ class DatasetSource:
     Everything is read and tokenized at once, so that every bad line is found before the first step.
     """
 
-    def __init__(self, options: DataOptions, tokenizer: TokenizerLike):
+    def __init__(
+        self, rows: Iterable[tuple[str, int, Mapping[str, Any]]], tokenizer: TokenizerLike, options: DataOptions
+    ):
+        """`rows`: (name of the file or task, 1-based line, fields)."""
         self._options = options
         self.skipped: list[str] = []
         self.num_skipped = 0
-        digest = xxhash.xxh3_128()
-        self._rows: list[_Row] = []
-        for path in options.paths:
-            for line, row in read_rows(path):
-                parsed = self._parse(path, line, row, tokenizer)
-                if parsed is not None:
-                    digest.update(repr((parsed.tokens, parsed.label)).encode())
-                    self._rows.append(parsed)
+        digest, self._where, self._rows = xxhash.xxh3_128(), "--prompt-data", list[_Row]()
+        for self._where, line, row in rows:
+            parsed = self._parse(self._where, line, row, tokenizer)
+            if parsed is not None:
+                digest.update(repr((parsed.tokens, parsed.label)).encode())
+                self._rows.append(parsed)
         if not self._rows:
-            raise PromptDataError(
-                f"no usable prompt ({self.num_skipped} skipped as too long)",
-                file=", ".join(options.paths) or "--prompt-data",
-            )
+            raise PromptDataError(f"no usable prompt ({self.num_skipped} skipped as too long)", file=self._where)
         self.digest = digest.hexdigest()
         self._epoch, self._position = 0, 0
         self._order: tuple[int, list[int]] | None = None
+
+    @classmethod
+    def from_files(cls, paths: Sequence[str], tokenizer: TokenizerLike, options: DataOptions) -> DatasetSource:
+        """Prompts of `.jsonl` and `.parquet` files, one after the other."""
+        return cls(((path, line, row) for path in paths for line, row in read_rows(path)), tokenizer, options)
+
+    @classmethod
+    def from_items(
+        cls, name: str, items: Iterable[TaskItem], tokenizer: TokenizerLike, options: DataOptions
+    ) -> DatasetSource:
+        """Prompts of a generated task (`tasks.make_task`); its items have their own field names."""
+        options = replace(options, input_key="input", label_key="label", metadata_key="metadata")
+        rows = ((f"task {name}", number, item.row()) for number, item in enumerate(items, start=1))
+        return cls(rows, tokenizer, options)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -126,14 +138,12 @@ class DatasetSource:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. PromptDataError when the files or the seed are not those it was saved with."""
-        where = ", ".join(self._options.paths)
         if state["digest"] != self.digest:
-            raise PromptDataError(
-                "these are not the prompts of the run being resumed; give it the same files", file=where
-            )
+            raise PromptDataError("not the prompts of the run being resumed; give it the same data", file=self._where)
         if state["seed"] != self._options.seed:
             raise PromptDataError(
-                f"the run being resumed shuffled with seed {state['seed']}, not {self._options.seed}", file=where
+                f"the run being resumed shuffled with seed {state['seed']}, not {self._options.seed} (--rollout-seed)",
+                file=self._where,
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
 
@@ -167,19 +177,21 @@ def render(
     is_text = isinstance(value, str)
     is_chat = isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value)
     if not is_text and not is_chat:
-        raise PromptDataError(
-            f"field {options.input_key!r} is neither text nor a list of messages", file=path, line=line
-        )
-    if is_text and not options.apply_chat_template:
-        return value, tuple(tokenizer.encode(value, add_special_tokens=True))
-    messages = [{"role": "user", "content": value}] if is_text else value
+        raise PromptDataError(f"{options.input_key!r} is neither text nor a list of messages", file=path, line=line)
+    chat = options.apply_chat_template or not is_text
+    text: Any = value
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **(options.chat_template_kwargs or {})
-        )
-    except Exception as error:
-        raise PromptDataError(f"the chat template refused it: {error}", file=path, line=line) from error
-    return text, tuple(tokenizer.encode(text, add_special_tokens=False))
+        if chat:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": value}] if is_text else value,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(options.chat_template_kwargs or {}),
+            )
+        return text, tuple(tokenizer.encode(text, add_special_tokens=not chat))
+    except Exception as error:  # jinja's and the tokenizer's own: whatever it is, this line caused it
+        what = "chat template" if chat else "tokenizer"
+        raise PromptDataError(f"the {what} refused it: {error}", file=path, line=line) from error
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

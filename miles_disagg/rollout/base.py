@@ -7,7 +7,7 @@ measures. Prompts and rewards are `prompts`, the queue is `buffer`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from miles_disagg.domain.samples import Prompt, Sample, SampleGroup
@@ -24,6 +24,7 @@ class SamplingOptions:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
     seed: int | None = None
 
     def to_json(self, seed: int | None = None) -> dict[str, Any]:
@@ -33,6 +34,7 @@ class SamplingOptions:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "skip_special_tokens": self.skip_special_tokens,
         }
         if self.stop:
             out["stop"] = list(self.stop)
@@ -44,7 +46,7 @@ class SamplingOptions:
 
     def greedy(self) -> SamplingOptions:
         """The same limits, always the likeliest token."""
-        return SamplingOptions(self.max_new_tokens, temperature=0.0, stop=self.stop, stop_token_ids=self.stop_token_ids)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
 
 
 @dataclass(frozen=True)
