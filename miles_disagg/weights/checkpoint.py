@@ -128,7 +128,8 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     """(metadata, weight_map) of a checkpoint or delta directory; None if it has a single unindexed file."""
     try:
         with open(path / INDEX_FILE, "rb") as handle:
-            raw = handle.read(MAX_INDEX_BYTES + 1)
+            size = min(os.fstat(handle.fileno()).st_size, MAX_INDEX_BYTES + 1)
+            raw = handle.read(size)
     except FileNotFoundError:
         if (path / SINGLE_FILE).is_file():
             return None
