@@ -1,7 +1,7 @@
 """The Ray shell around one trainer rank: a MegatronTrainer and its half of a publication. No decisions here.
 
-The default group runs what is collective, one call at a time; `publish` runs encode, write and send behind it; `control`
-answers meanwhile.
+The default group runs what is collective, one call at a time; `publish` runs encode, write and send behind it;
+`control` answers meanwhile.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,21 @@ from miles_disagg.weights.digest import digest
 class PublicationSpec:
     """How this run's sources publish.
 
-    transport: `disk` (store_url, encoding None for full versions) or `broadcast` (backend of the process group).
+    transport: `disk` (to store_url) or `broadcast` (backend of the process group). snapshot: the base checkpoint.
     companions: files put beside full versions. Times in seconds, sizes in bytes.
     """
 
     transport: str
     store_url: str
-    encoding: str | None
     checksum: str
     snapshot: str
     companions: tuple[str, ...]
     bucket_bytes: int
     backend: str
     timeout: float
-    keep_for_repair: bool = True
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"publish": 1, "control": 2})
+@ray.remote(max_restarts=0, concurrency_groups={"publish": 1, "control": 2})  # pyright: ignore[reportCallIssue]
 class TrainerActor:
     """One rank, named `trainer-<rank>`."""
 
@@ -63,29 +61,31 @@ class TrainerActor:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1], [int(g) for g in ray.get_gpu_ids()]
 
-    def setup(self, spec: TrainerSpec, rank: RankSpec, publication: PublicationSpec, normalise_std: bool) -> None:
-        """Meet the other ranks, load the model, prepare publishing."""
+    def setup(
+        self, spec: TrainerSpec, rank: RankSpec, publication: PublicationSpec, normalise_std: bool, batch_size: int
+    ) -> None:
+        """Meet the other ranks, load the model, prepare publishing. batch_size: samples per optimizer step."""
         import torch
 
         if not torch.cuda.is_available():
             torch.set_num_threads(1)
-        from miles_disagg.trainer.megatron import create_trainer
+        from miles_disagg.trainer.megatron.trainer import MegatronTrainer
 
-        self._spec, self._publication, self._normalise_std = spec, publication, normalise_std
-        self._trainer = create_trainer(spec, rank)
+        self._publication, self._normalise_std, self._batch_size = publication, normalise_std, batch_size
+        self._trainer = MegatronTrainer(spec, rank)
         if self._trainer.is_source:
-            self._source = _make_source(publication)
+            self._source = _make_source(publication, self._trainer.source_index)
 
     def source_index(self) -> int | None:
         """Position among the sources, None if this rank publishes nothing."""
         return self._trainer.source_index
 
-    def train(self, groups: Sequence[SampleGroup], version: int, global_batch_size: int) -> dict[str, float]:
+    def train(self, groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
         """Optimizer steps on one batch (collective)."""
         advantages = grpo_advantages([g.rewards for g in groups], normalise_std=self._normalise_std)
         with self._timeline.span("train", version):
             batch = train_samples(groups, advantages)
-            return dict(self._trainer.train_step(batch, global_batch_size=global_batch_size, version=version))
+            return dict(self._trainer.train_step(batch, global_batch_size=self._batch_size, version=version))
 
     def stage(self, ref: VersionRef) -> None:
         """Copy the weights out (collective). This is the whole of the trainer's stall."""
@@ -97,10 +97,10 @@ class TrainerActor:
             self._trainer.export(self._source.stage, self._publication.bucket_bytes)
 
     @ray.method(concurrency_group="publish")
-    def encode(self, ref: VersionRef) -> Any:
+    def encode(self, ref: VersionRef, encoding: str | None) -> Any:
         """Disk: diff, encode and digest what was staged."""
         with self._timeline.span("encode", ref.version):
-            return self._source.encode(ref)
+            return self._source.encode(ref, encoding)
 
     @ray.method(concurrency_group="publish")
     def write(self, plan: Any) -> Any:
@@ -112,3 +112,93 @@ class TrainerActor:
     def settle(self, published: bool) -> None:
         """The publication ended."""
         self._source.settle(published)
+
+    @ray.method(concurrency_group="publish")
+    def send(self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]]) -> dict[str, float]:
+        """Broadcast: send what was staged to engine actors, given with their names and numbers of ranks."""
+        with self._timeline.span("send", ref.version):
+            return dict(asyncio.run(self._source.send(str(ref), [ActorTarget(*target) for target in targets])))
+
+    @ray.method(concurrency_group="publish")
+    def discard(self) -> None:
+        """Broadcast: drop what was staged."""
+        self._source.discard()
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128 of every tensor this source would publish now, by HF name (collective)."""
+        found: dict[str, str] = {}
+
+        def sink(bucket: Any) -> None:
+            for name, tensor in bucket:
+                found[name] = digest(raw_bytes(tensor), "xxh3-128")
+
+        self._trainer.export(sink, self._publication.bucket_bytes)
+        return found
+
+    def save(self, directory: str) -> None:
+        """Save a training checkpoint (collective)."""
+        self._trainer.save_checkpoint(directory)
+
+    def load(self, directory: str) -> None:
+        """Restore a training checkpoint (collective)."""
+        self._trainer.load_checkpoint(directory)
+
+    @ray.method(concurrency_group="control")
+    def events(self) -> list[Event]:
+        """Events since the last call."""
+        return self._timeline.drain()
+
+    def close(self) -> None:
+        """Leave the process groups (collective)."""
+        self._trainer.close()
+
+
+class ActorTarget:
+    """`publish.base.UpdateTarget` of a RolloutEngine actor, for the part of an update that a source drives."""
+
+    def __init__(self, actor: Any, name: str, num_ranks: int):
+        self._actor, self.name, self.num_ranks = actor, name, num_ranks
+
+    async def init_group(self, group: GroupSpec) -> None:
+        """Let the engine join."""
+        fields = {**asdict(group), "group_name": group.name}
+        del fields["name"]
+        await self._actor.init_group.remote(fields)
+
+    async def destroy_group(self, group_name: str) -> None:
+        """Let the engine leave."""
+        await self._actor.destroy_group.remote(group_name)
+
+    async def receive_bucket(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        version: str,
+        load_format: str | None,
+    ) -> None:
+        """Let the engine receive one bucket; its replica knows the version from `begin_update`."""
+        await self._actor.receive_bucket.remote(names, dtypes, shapes, group_name, load_format)
+
+
+def raw_bytes(tensor: Any) -> Any:
+    """The tensor's bytes in host memory, uint8 [n]."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def _make_source(spec: PublicationSpec, index: int) -> Any:
+    if spec.transport == "broadcast":
+        from miles_disagg.publish.broadcast import BroadcastSource
+
+        return BroadcastSource(address=ray.util.get_node_ip_address(), backend=spec.backend, timeout=spec.timeout)
+    from miles_disagg.publish.disk import DiskSource
+
+    return DiskSource(
+        open_store(spec.store_url),
+        Path(spec.snapshot),
+        checksum_format=spec.checksum,
+        companions=[Path(path) for path in spec.companions] if index == 0 else (),
+    )

@@ -1,0 +1,244 @@
+"""What runs where: builds a run's parts in order, hands them to the loop, and takes them down in reverse order.
+
+Order of start: run directory, Ray, version store (the claim), gateway, then trainer and engines side by side, then the
+producer. Whatever ends the loop (the last step, an error, Ctrl-C), everything that was started is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from miles_disagg.cluster import specs
+from miles_disagg.cluster.calls import call
+from miles_disagg.cluster.connect import cluster, reserved
+from miles_disagg.cluster.fleet import Fleet
+from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Publications
+from miles_disagg.cluster.run import Run
+from miles_disagg.cluster.trainer_group import TrainerGroup
+from miles_disagg.config.flags import save_config
+from miles_disagg.config.placement import PlacementPlan, plan_placement
+from miles_disagg.config.run import RunConfig
+from miles_disagg.domain.errors import MilesDisaggError
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.gateway.actor import GatewayActor
+from miles_disagg.gateway.app import GatewaySettings
+from miles_disagg.observe.console import RunConsole
+from miles_disagg.observe.events import EventLog, Timeline
+from miles_disagg.observe.metrics import RayMetrics
+from miles_disagg.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
+from miles_disagg.rollout.actor import RolloutProducer
+from miles_disagg.store.actor import RemoteLedger, VersionStoreActor
+from miles_disagg.weights.checkpoint import checkpoint_digest
+
+Loop = Callable[[Run], Awaitable[None]]
+
+
+def running(config: RunConfig, loop: Loop) -> int:
+    """Assemble the run of a resolved configuration, drive it with `loop`, take it down. Returns the exit status."""
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(config, run_dir / "config.yaml")
+    plan = plan_placement(config)
+    total = plan.total()
+    with cluster(
+        address=config.cluster.ray_address,
+        namespace=config.run_id,
+        dashboard=config.cluster.ray_dashboard,
+        num_cpus=total.get("CPU", 1.0),
+        num_gpus=None,
+    ):
+        return asyncio.run(_drive(config, plan, loop))
+
+
+async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:
+    """Run `loop` until it ends, fails or is interrupted; always leave a summary."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    title = f"{config.run_id}: {config.engines.topology}, {config.weights.mode} over {config.weights.transport}"
+    console = RunConsole(title, config.num_rollout)
+    run: Run | None = None
+    status, reason, begun = "completed", "", time.monotonic()
+    try:
+        async with assembled(config, plan, console) as run:
+            console.begin()
+            try:
+                await loop(run)
+            finally:
+                console.end()
+                with contextlib.suppress(MilesDisaggError, asyncio.CancelledError):
+                    await run.close_books()
+    except asyncio.CancelledError:
+        status, reason = "interrupted", "stopped by a signal"
+    except MilesDisaggError as error:
+        status, reason = "failed", f"{type(error).__name__}: {error}"
+    if run is None:
+        console.say(f"the run {status} before its first step, after {time.monotonic() - begun:.0f} s: {reason}")
+        summary = {"status": status, "reason": reason, "steps": 0, "seconds": time.monotonic() - begun}
+    else:
+        result = run.summary(status, reason)
+        summary = result.to_json()
+        for sentence in result.sentences():
+            console.say(sentence)
+    (config.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return {"completed": 0, "interrupted": 130}.get(status, 1)
+
+
+@asynccontextmanager
+async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole) -> AsyncIterator[Run]:
+    """All parts of a run, started; taken down in reverse order at the end."""
+    timeline = Timeline("driver")
+    async with AsyncExitStack() as stack:
+        trackers = Trackers(_trackers(config))
+        stack.callback(trackers.close)
+        events = EventLog(config.run_dir / "events.jsonl")
+        stack.callback(events.close)
+        console.say(f"run {config.run_id} in {config.run_dir}")
+        store, base = await _claim(config, stack)
+        gateway, gateway_url = await _gateway(config, stack)
+        fleet = Fleet(
+            specs.fleet_members(config, plan, base, gateway_url), gateway, gateway_url, store,
+            specs.fleet_timeouts(config), console.say,
+        )  # fmt: skip
+        stack.push_async_callback(fleet.stop)
+        placement = stack.enter_context(
+            reserved(
+                plan.trainer.name,
+                [b.resources() for b in plan.trainer.bundles],
+                plan.trainer.strategy,
+                config.timeouts.placement_timeout,
+            )
+        )
+        ranks = plan.trainer.slots * len(plan.trainer.bundles)
+        console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s)")
+        trainer = await _start_together(config, plan, placement, fleet, stack)
+        producer = await _producer(config, config.engines.rollout_endpoint or gateway_url, base, stack)
+        channel = _channel(config, trainer, store, fleet)
+        publications = Publications(
+            config.run_id, base.version, trainer, channel, RemoteLedger(store), fleet, timeline,
+            on_published=lambda v: call(producer.advance.remote(v), "rollout producer: note the new version", 30.0),
+            timeout=config.timeouts.update_weights_timeout,
+        )  # fmt: skip
+        if config.weights.transport == "broadcast":
+            fleet.repair = publications.repair
+        stack.push_async_callback(publications.cancel)
+        yield Run(
+            config, trainer, fleet, producer, publications,
+            trackers=trackers, console=console, events=events, timeline=timeline, run_dir=config.run_dir,
+        )  # fmt: skip
+
+
+def _trackers(config: RunConfig) -> list[Tracker]:
+    out: list[Tracker] = [JsonlTracker(config.run_dir / "metrics.jsonl"), RayMetrics(config.run_id)]
+    if config.output.use_tensorboard:
+        out.append(TensorBoardTracker(config.run_dir / "tensorboard"))
+    if config.output.use_wandb:
+        out.append(WandbTracker(config.run_dir, config.run_id, config.model_dump(mode="json")))
+    return out
+
+
+def _start_here(actor_class: Any, name: str, *args: Any) -> Any:
+    """An actor on the driver's node, where the run directory and the prompts are; it reserves no core."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return actor_class.options(name=name, num_cpus=0, scheduling_strategy=here).remote(*args)
+
+
+async def _claim(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, VersionRef]:
+    """The version store actor, with this run's claim; the version to start from."""
+    url = config.version_store if config.weights.transport == "disk" else None
+    store = _start_here(VersionStoreActor, "version-store", config.run_id, url)
+    stack.callback(ray.kill, store)
+    ledger = RemoteLedger(store)
+    digest = await asyncio.to_thread(checkpoint_digest, config.checkpoint)
+    await asyncio.wait_for(ledger.claim(digest), 60.0)
+
+    async def release() -> None:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(ledger.release(), 10.0)
+
+    stack.push_async_callback(release)
+    return store, VersionRef(config.run_id, 0)
+
+
+async def _gateway(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, str]:
+    gateway = _start_here(GatewayActor, "gateway")
+    settings = GatewaySettings(request=config.timeouts.rollout_request_timeout)
+    start = gateway.start.remote(config.cluster.gateway_host, config.cluster.gateway_port, config.run_id, settings)
+    return gateway, await call(start, "gateway: start", 60.0)
+
+
+async def _start_together(
+    config: RunConfig, plan: PlacementPlan, placement: PlacementGroup, fleet: Fleet, stack: AsyncExitStack
+) -> TrainerGroup:
+    """Trainer and engines start side by side: both load the same checkpoint and neither needs the other yet."""
+    device = config.trainer.trainer_device
+    starting = asyncio.create_task(
+        TrainerGroup.start(
+            specs.trainer_spec(config),
+            specs.publication_spec(config, device),
+            plan.trainer,
+            placement,
+            run_id=config.run_id,
+            env={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1"} if device != "cuda" else {"NCCL_CUMEM_ENABLE": "0"},
+            normalise_std=not config.loss.disable_grpo_std_normalization,
+            global_batch_size=config.global_batch_size,
+            start_timeout=config.timeouts.trainer_start_timeout,
+            step_timeout=config.timeouts.train_step_timeout,
+            update_timeout=config.timeouts.update_weights_timeout,
+        )
+    )
+    try:
+        await fleet.start()
+        trainer = await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
+
+    async def close() -> None:
+        with contextlib.suppress(Exception):
+            await trainer.close(config.timeouts.shutdown_timeout)
+
+    stack.push_async_callback(close)
+    return trainer
+
+
+async def _producer(config: RunConfig, endpoint: str, base: VersionRef, stack: AsyncExitStack) -> Any:
+    spec = specs.producer_spec(config, endpoint, base.version)
+    producer = _start_here(RolloutProducer, "rollout-producer", spec)
+    stack.callback(ray.kill, producer)
+    await call(producer.setup.remote(), "rollout producer: read the prompts", config.timeouts.trainer_start_timeout)
+
+    async def close() -> None:
+        with contextlib.suppress(Exception):
+            await call(producer.close.remote(), "rollout producer: close", 10.0)
+
+    stack.push_async_callback(close)
+    return producer
+
+
+def _channel(config: RunConfig, trainer: TrainerGroup, store: Any, fleet: Fleet) -> DiskChannel | BroadcastChannel:
+    ledger = RemoteLedger(store)
+    if config.weights.transport == "broadcast":
+        return BroadcastChannel(trainer, ledger, fleet)
+    weights = config.weights
+    return DiskChannel(
+        trainer,
+        ledger,
+        encoding=weights.encoding if weights.publishes_deltas else None,
+        checksum=weights.update_weight_delta_checksum,
+        anchor_interval=weights.update_weight_anchor_interval,
+        keep_files=weights.update_weight_disk_keep_files,
+    )

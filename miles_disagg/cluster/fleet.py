@@ -1,0 +1,210 @@
+"""The rollout side of a training job as one object: gateway, one actor per engine, their supervision and their end.
+
+Managed engines get a placement group each; attached ones none. A dead engine actor is replaced; under broadcast, an
+engine that is not at the newest version is sent it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_disagg.cluster.calls import ActorLost, call
+from miles_disagg.cluster.connect import reserve
+from miles_disagg.config.placement import GroupPlan
+from miles_disagg.domain.errors import EngineUnavailable, MilesDisaggError
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.observe.events import Event
+from miles_disagg.rollout.actor import RolloutEngine, StagingSpec
+from miles_disagg.rollout.host import HostSpec
+
+log = logging.getLogger(__name__)
+_CONTROL_SECONDS = 30.0
+
+
+@dataclass
+class Member:
+    """One engine of the fleet. `actor` is None while it is being replaced."""
+
+    spec: HostSpec
+    staging: StagingSpec | None
+    plan: GroupPlan | None
+    placement: PlacementGroup | None = None
+    actor: Any = None
+    url: str | None = None
+    num_ranks: int = 1
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class FleetTimeouts:
+    """Seconds: for Ray to place an engine, for it to answer, for one weight update, for an orderly end."""
+
+    placement: float
+    start: float
+    update: float
+    shutdown: float
+
+
+@dataclass
+class Fleet:
+    """Engines in the order of their names. `repair` re-sends the newest version to a target (broadcast only)."""
+
+    members: list[Member]
+    gateway: Any
+    gateway_url: str
+    store: Any
+    timeouts: FleetTimeouts
+    say: Callable[[str], None]
+    repair: Callable[[Member, VersionRef], Awaitable[None]] | None = None
+    _watch: asyncio.Task[None] | None = field(default=None, repr=False)
+    _updating: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+
+    async def start(self) -> None:
+        """Place and start every engine, at once; the first failure is raised with the engine's last log lines."""
+        for member in self.members:
+            await call(self.store.watch.remote("register", member.spec.replica_id), "version store: register", 30.0)
+            if member.plan is not None:
+                bundles = [b.resources() for b in member.plan.bundles]
+                member.placement = await asyncio.to_thread(
+                    reserve, member.plan.name, bundles, member.plan.strategy, self.timeouts.placement
+                )
+        await asyncio.gather(*(self._start(member) for member in self.members))
+        self._watch = asyncio.create_task(self._supervise(), name="supervise engines")
+
+    async def _start(self, member: Member) -> None:
+        options: dict[str, Any] = {"name": member.spec.replica_id, "num_cpus": 0}
+        if member.placement is not None and member.plan is not None:
+            bundle = member.plan.bundles[0]
+            options |= {
+                "num_cpus": bundle.cpus,
+                "num_gpus": bundle.gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(member.placement, 0),
+            }
+        actor_class: Any = RolloutEngine
+        member.actor = actor_class.options(**options).remote(member.spec, member.staging, self.store)
+        timeout = self.timeouts.start + 30
+        member.url = await call(member.actor.start.remote(), f"{member.spec.replica_id}: start its engine", timeout)
+
+    # --- supervision ----------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Replace engine actors that died; bring stragglers up to date under broadcast."""
+        while True:
+            await asyncio.sleep(1.0)
+            for member in self.members:
+                try:
+                    await self._look_after(member)
+                except MilesDisaggError as error:
+                    log.warning("%s: %s", member.spec.replica_id, error)
+
+    async def _look_after(self, member: Member) -> None:
+        name = member.spec.replica_id
+        try:
+            status = await call(member.actor.status.remote(), f"{name}: status", _CONTROL_SECONDS)
+        except ActorLost as error:
+            member.failures += 1
+            if member.failures > member.spec.restart_limit:
+                return
+            self.say(f"{name} died ({error}); starting a new one")
+            await self._start(member)
+            return
+        if status["failure"]:
+            self.say(f"{name} is out: {status['failure']}")
+        if self.repair is None or status["state"] == "activating" or self._updating.locked():
+            return
+        latest = await call(self.store.watch.remote("latest"), "version store: latest", _CONTROL_SECONDS)
+        if latest is not None and status["applied"] != latest.version:
+            self.say(f"{name} is at {status['applied']}, not at {latest}: sending it again")
+            await self.repair(member, latest)
+
+    # --- updates by broadcast -------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def update(self, ref: VersionRef, only: Member | None = None) -> AsyncIterator[list[Member]]:
+        """Pause every reachable engine for an update, yield those that paused, then let them serve `ref`.
+
+        An engine that fails leaves the update fenced and is repaired later; EngineUnavailable if none is left.
+        """
+        async with self._updating:
+            targets = [only] if only else list(self.members)
+            begun = await self._tell(targets, "begin_update", ref)
+            if not begun:
+                raise EngineUnavailable(f"no engine could be paused for {ref}")
+            try:
+                yield begun
+            except BaseException as error:
+                await self._tell(begun, "abort_update", f"the trainer gave up: {error}")
+                raise
+            if not await self._tell(begun, "finish_update"):
+                raise EngineUnavailable(f"no engine serves {ref} after the update")
+
+    async def _tell(self, members: Sequence[Member], method: str, *args: Any) -> list[Member]:
+        """Call a method on all; those that answered without an error."""
+
+        async def one(member: Member) -> Member | None:
+            what = f"{member.spec.replica_id}: {method}"
+            try:
+                await call(getattr(member.actor, method).remote(*args), what, self.timeouts.update)
+            except MilesDisaggError as error:
+                self.say(f"{what} failed: {error}")
+                return None
+            return member
+
+        return [m for m in await asyncio.gather(*(one(m) for m in members)) if m is not None]
+
+    # --- status ---------------------------------------------------------------------------------
+
+    async def _collect(self, method: str) -> list[Any]:
+        """The method's results on every engine that answers."""
+        out = []
+        for member in self.members:
+            with contextlib.suppress(MilesDisaggError):
+                what = f"{member.spec.replica_id}: {method}"
+                out.append(await call(getattr(member.actor, method).remote(), what, _CONTROL_SECONDS))
+        return out
+
+    async def phase_metrics(self) -> dict[str, float]:
+        """`replica/*_seconds` of the last activations (the slowest replica's) and `fleet/replicas_ready`."""
+        rows = await self._collect("status")
+        out = {"fleet/replicas_ready": float(sum(bool(row["ready"]) for row in rows))}
+        for phase in ("fetch", "materialize", "stage", "pause"):
+            values = [row["timings"][f"{phase}_seconds"] for row in rows if f"{phase}_seconds" in row["timings"]]
+            if values:
+                out[f"replica/{phase}_seconds"] = max(values)
+        return out
+
+    async def digests(self) -> list[dict[str, str]]:
+        """What every engine serves, tensor by tensor (embedded engines)."""
+        return await self._collect("digests")
+
+    async def events(self) -> list[Event]:
+        """Events recorded by the engines since the last call."""
+        return [event for row in await self._collect("events") for event in row]
+
+    async def stop(self) -> None:
+        """End engines, then the gateway; give the placement groups back."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*(self._stop(member) for member in self.members))
+        with contextlib.suppress(MilesDisaggError):
+            await call(self.gateway.stop.remote(), "gateway: stop", self.timeouts.shutdown)
+        ray.kill(self.gateway)
+
+    async def _stop(self, member: Member) -> None:
+        if member.actor is not None:
+            with contextlib.suppress(MilesDisaggError):
+                await call(member.actor.stop.remote(), f"{member.spec.replica_id}: stop", self.timeouts.shutdown)
+            ray.kill(member.actor)
+        if member.placement is not None:
+            remove_placement_group(member.placement)

@@ -1,0 +1,220 @@
+"""Publishing versions behind the training step: one at a time, in order, with back-pressure.
+
+`begin` copies the weights out (the trainer's only stall) and returns; encoding, writing or sending and the commit go on
+in a task, and waiting for the fleet in another one. A failed publication is raised at the next `begin` or `settle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from miles_disagg.cluster.fleet import Fleet, Member
+from miles_disagg.cluster.trainer_group import TrainerGroup
+from miles_disagg.domain.errors import DeadlineExceeded, MilesDisaggError, PublicationFailed
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.observe.events import Timeline
+from miles_disagg.publish.disk import publish_version
+from miles_disagg.store.actor import RemoteLedger
+
+_BROADCAST_ATTEMPTS = 3
+
+
+class Channel(Protocol):
+    """How a staged version reaches the engines."""
+
+    async def deliver(self, ref: VersionRef) -> dict[str, float]:
+        """Make `ref` the published version; metrics by name. Raises MilesDisaggError if it could not be."""
+        ...
+
+    async def discard(self) -> None:
+        """The staged version will not be delivered."""
+        ...
+
+
+class DiskChannel:
+    """Sources write their shards to the store; the ledger verifies, writes the index and moves the pointer.
+
+    encoding: of deltas, None for full versions. anchor_interval: every how many versions a full one is published
+    among deltas (None: never). keep_files: keep full versions that every reader acknowledged.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerGroup,
+        ledger: RemoteLedger,
+        *,
+        encoding: str | None,
+        checksum: str,
+        anchor_interval: int | None,
+        keep_files: bool,
+    ):
+        self._trainer, self._ledger = trainer, ledger
+        self._encoding, self._checksum = encoding, checksum
+        self._anchor_interval, self._keep_files = anchor_interval, keep_files
+        self._unchanged = 0
+
+    async def deliver(self, ref: VersionRef) -> dict[str, float]:
+        """Encode, write, commit."""
+
+        def encoding_of(opened: VersionRef) -> str | None:
+            if opened != ref:
+                raise PublicationFailed(f"the store opened {opened}, the trainer staged {ref}")
+            return None if self._anchor_interval and ref.version % self._anchor_interval == 0 else self._encoding
+
+        published = await publish_version(self._ledger, self._trainer.disk_sources(), encoding_of, self._checksum)
+        if self._encoding is None:
+            await self._ledger.collect(keep=2, keep_files=self._keep_files)
+            return dict(published.metrics)
+        self._unchanged = 0 if published.changed_elements else self._unchanged + 1
+        return {**published.metrics, "weights/unchanged_publications": float(self._unchanged)}
+
+    async def discard(self) -> None:
+        """Forget what was staged."""
+        await asyncio.gather(*(source.settle(False) for source in self._trainer.disk_sources()))
+
+
+class BroadcastChannel:
+    """Sources send their tensors into the engines over process groups, while the engines' replicas hold requests."""
+
+    def __init__(self, trainer: TrainerGroup, ledger: RemoteLedger, fleet: Fleet):
+        self._trainer, self._ledger, self._fleet = trainer, ledger, fleet
+
+    async def deliver(self, ref: VersionRef) -> dict[str, float]:
+        """Move the pointer, then pause, send from each source in turn, resume.
+
+        The pointer moves first: the staged bytes are the version from here on, and a replica acknowledges only what is
+        published. Engines that fail are left fenced; they are sent it again by the fleet's supervision.
+        """
+        begun = time.monotonic()
+        opened = await self._ledger.begin()
+        if opened != ref:
+            raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
+        await self._ledger.commit(ref)
+        metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
+        for attempt in range(1, _BROADCAST_ATTEMPTS + 1):
+            try:
+                return {**metrics, **await self.send(ref, None)}
+            except MilesDisaggError:
+                if attempt == _BROADCAST_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def send(self, ref: VersionRef, only: Member | None) -> dict[str, float]:
+        """Send what was staged last to all engines, or to one."""
+        async with self._fleet.update(ref, only) as members:
+            targets = [(m.actor, m.spec.replica_id, m.num_ranks) for m in members]
+            return await self._trainer.send(ref, targets)
+
+    async def discard(self) -> None:
+        """Forget what was staged."""
+        await self._trainer.discard()
+
+
+class Publications:
+    """Numbers versions and publishes them one after another. `on_published` hears of each when it can be served."""
+
+    def __init__(
+        self,
+        run_id: str,
+        first: int,
+        trainer: TrainerGroup,
+        channel: Channel,
+        ledger: RemoteLedger,
+        fleet: Fleet,
+        timeline: Timeline,
+        *,
+        on_published: Callable[[int], Awaitable[None]],
+        timeout: float,
+    ):
+        self.version = first
+        self.pauses: list[float] = []
+        self._run_id, self._trainer, self._channel, self._ledger = run_id, trainer, channel, ledger
+        self._fleet, self._timeline, self._on_published, self._timeout = fleet, timeline, on_published, timeout
+        self._staged = asyncio.Lock()  # held from copy-out to delivery
+        self._task: asyncio.Task[None] | None = None
+        self._converging: asyncio.Task[None] | None = None
+        self._finished: dict[str, float] = {}
+
+    async def begin(self) -> dict[str, float]:
+        """Publish the trainer's weights as the next version; returns the stall's metrics.
+
+        Waits for the previous publication first (`perf/wait_for_publication_seconds`): at most one is under way.
+        """
+        begun = time.monotonic()
+        await self._delivered()
+        await self._staged.acquire()
+        waited, stalled = time.monotonic() - begun, time.monotonic()
+        ref = VersionRef(self._run_id, self.version + 1)
+        try:
+            await self._trainer.stage(ref)
+        except BaseException:
+            self._staged.release()
+            raise
+        self.version = ref.version
+        self._task = asyncio.create_task(self._complete(ref), name=f"publish {ref}")
+        return {
+            "perf/wait_for_publication_seconds": waited,
+            "perf/update_weights_trainer_stall_seconds": time.monotonic() - stalled,
+        }
+
+    async def _complete(self, ref: VersionRef) -> None:
+        try:
+            with self._timeline.span("publish", ref.version):
+                metrics = await asyncio.wait_for(self._channel.deliver(ref), self._timeout)
+        except TimeoutError:
+            raise DeadlineExceeded(f"publication of {ref}", self._timeout, "raise --update-weights-timeout") from None
+        finally:
+            self._staged.release()
+        self._finished.update(metrics)
+        await self._on_published(ref.version)
+        self._converging = asyncio.create_task(self._converge(ref), name=f"converge on {ref}")
+
+    async def _converge(self, ref: VersionRef) -> None:
+        """Wait until the fleet serves `ref` or something newer. Behind the training step: it delays nobody."""
+        seconds = await self._ledger.wait_converged(ref, self._timeout)
+        if seconds is None:
+            detail = f"replicas: {await self._ledger.replicas()}"
+            raise DeadlineExceeded(f"every replica to serve {ref}", self._timeout, detail)
+        self._finished["fleet/convergence_seconds"] = seconds
+        row = await self._fleet.phase_metrics()
+        self._finished.update(row)
+        if "replica/pause_seconds" in row:
+            self.pauses.append(row["replica/pause_seconds"])
+
+    async def _delivered(self) -> None:
+        if self._task is None:
+            return
+        try:
+            await self._task
+        except MilesDisaggError as error:
+            raise PublicationFailed(f"{self._task.get_name()}: {error}") from error
+
+    async def repair(self, member: Member, ref: VersionRef) -> None:
+        """Broadcast only: send what was staged last to an engine that does not have it."""
+        if isinstance(self._channel, BroadcastChannel):
+            async with self._staged:
+                if ref.version == self.version:
+                    await self._channel.send(ref, member)
+
+    async def settle(self) -> None:
+        """Wait until the last version is published and served by every replica that must serve it."""
+        await self._delivered()
+        if self._converging is not None:
+            await self._converging
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of publications finished since the last call."""
+        out, self._finished = self._finished, {}
+        return out
+
+    async def cancel(self) -> None:
+        """Give up on what is under way (the run is stopping)."""
+        tasks = [task for task in (self._task, self._converging) if task is not None]
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

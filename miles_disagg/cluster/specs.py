@@ -1,0 +1,197 @@
+"""From the resolved configuration to the plain specs that each part is built from. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from miles_disagg.buffer.data_buffer import capacity_groups
+from miles_disagg.cluster.fleet import FleetTimeouts, Member
+from miles_disagg.cluster.preflight import data_options
+from miles_disagg.config.placement import PlacementPlan
+from miles_disagg.config.run import RunConfig
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.prompts.reward import task_reward
+from miles_disagg.replica.activation import ActivationLimits
+from miles_disagg.rollout.actor import ProducerSpec, StagingSpec
+from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
+from miles_disagg.rollout.host import EngineCommand, HostSpec
+from miles_disagg.store.checkout import companion_files
+from miles_disagg.trainer.actor import PublicationSpec
+from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainerSpec
+from miles_disagg.trainer.hf_config import read_hf_config
+
+_KL = {"low_var_kl": "k3"}
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def trainer_spec(config: RunConfig) -> TrainerSpec:
+    """What every trainer rank is built from."""
+    trainer, adam, loss = config.trainer, config.optimizer, config.loss
+    return TrainerSpec(
+        hf_checkpoint=str(config.checkpoint.absolute()),
+        tensor_parallel=trainer.tensor_model_parallel_size,
+        pipeline_parallel=trainer.pipeline_model_parallel_size,
+        dtype=trainer.train_dtype,
+        use_distributed_optimizer=trainer.use_distributed_optimizer,
+        recompute=trainer.recompute_granularity or "none",
+        max_tokens_per_micro_batch=trainer.max_tokens_per_gpu,
+        seed=trainer.seed,
+        optimizer=OptimizerSpec(
+            lr=adam.lr,
+            min_lr=adam.min_lr,
+            schedule=adam.lr_decay_style,
+            warmup_steps=adam.lr_warmup_iters,
+            decay_steps=adam.lr_decay_iters or 0,
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.adam_beta1,
+            adam_beta2=adam.adam_beta2,
+            adam_eps=adam.adam_eps,
+            clip_grad=adam.clip_grad,
+        ),
+        loss=LossSpec(
+            clip_low=loss.eps_clip,
+            clip_high=loss.eps_clip_high if loss.eps_clip_high is not None else loss.eps_clip,
+            tis_cap=loss.tis_clip if loss.use_tis else None,
+            entropy_coef=loss.entropy_coef,
+            kl_coef=loss.kl_loss_coef if loss.use_kl_loss else 0.0,
+            kl_kind=_KL.get(loss.kl_loss_type, loss.kl_loss_type),  # type: ignore[arg-type]
+            aggregate="token-mean" if loss.calculate_per_token_loss else "sequence-mean",
+            temperature=config.rollout.rollout_temperature,
+        ),
+        meet_timeout=config.timeouts.trainer_start_timeout,
+        collective_timeout=config.timeouts.distributed_timeout_minutes * 60,
+    )
+
+
+def publication_spec(config: RunConfig, device: str) -> PublicationSpec:
+    """How the sources publish."""
+    weights = config.weights
+    return PublicationSpec(
+        transport=weights.transport,
+        store_url=config.version_store,
+        checksum=weights.update_weight_delta_checksum,
+        snapshot=str(config.checkpoint.absolute()),
+        companions=tuple(str(config.checkpoint.absolute() / name) for name in companion_files(config.checkpoint)),
+        bucket_bytes=weights.update_weight_buffer_size,
+        backend="nccl" if device == "cuda" else "gloo",
+        timeout=config.timeouts.update_weights_timeout,
+    )
+
+
+def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gateway_url: str) -> list[Member]:
+    """One member per managed or attached engine; none in the service topology."""
+    engines, weights = config.engines, config.weights
+    device = "cuda" if engines.rollout_num_gpus else "cpu"
+    names = [f"engine-{i}" for i in range(len(plan.engines) or len(engines.rollout_external_engine_addrs))]
+    members = []
+    for i, name in enumerate(names):
+        command = _engine_command(config, name, device) if plan.engines else None
+        address = None if plan.engines else f"http://{engines.rollout_external_engine_addrs[i].removeprefix('http://')}"
+        staging = None
+        if weights.transport == "disk":
+            directory = config.local_checkpoint_dir / name
+            staging = StagingSpec(config.version_store, directory, config.checkpoint.absolute())
+        spec = HostSpec(
+            replica_id=name,
+            base=base,
+            command=command,
+            engine_url=address,
+            gateways=(gateway_url,),
+            host=config.cluster.gateway_host,
+            mode=engines.pause_generation_mode,
+            start_timeout=config.timeouts.engine_start_timeout,
+            limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
+        )
+        group = plan.engines[i] if plan.engines else None
+        ranks = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 1
+        members.append(Member(spec, staging, group, num_ranks=ranks))
+    return members
+
+
+def _engine_command(config: RunConfig, name: str, device: str) -> EngineCommand:
+    engines = config.engines
+    args: list[str] = []
+    if engines.rollout_dtype != "auto":
+        args += ["--dtype", _DTYPES[engines.rollout_dtype]]
+    if engines.rollout_engine == "sglang":
+        if engines.rollout_num_gpus:
+            args += ["--tp-size", str(engines.rollout_num_gpus_per_engine)]
+        args += engines.sglang_argv()
+    else:
+        share = -(-config.max_concurrent_samples // max(1, engines.num_managed_engines))
+        args += ["--max-running-requests", str(min(256, max(16, share)))]
+    return EngineCommand(
+        kind=engines.rollout_engine,
+        model_path=str(config.checkpoint.absolute()),
+        device=device,
+        log_path=config.run_dir / "logs" / f"{name}.log",
+        python=engines.sglang_python,
+        args=tuple(args),
+    )
+
+
+def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpec:
+    """What the producer, its buffer and its ledger are built from."""
+    data, rollout, pacing, evaluation = config.data, config.rollout, config.pacing, config.evaluation
+    positions = read_hf_config(config.checkpoint).max_positions
+    sampling = SamplingOptions(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+        seed=rollout.rollout_seed,
+    )
+    eval_sampling = SamplingOptions(
+        max_new_tokens=evaluation.eval_max_response_len or rollout.rollout_max_response_len,
+        temperature=evaluation.eval_temperature,
+        top_p=evaluation.eval_top_p,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+    )
+    options = RolloutOptions(
+        batch_groups=rollout.rollout_batch_size,
+        n_samples_per_prompt=rollout.n_samples_per_prompt,
+        max_concurrent_samples=config.max_concurrent_samples,
+        max_staleness=pacing.max_weight_staleness,
+        groups_per_version=rollout.rollout_batch_size * pacing.update_weights_interval,
+        unused=pacing.async_unused_samples_handler,
+        put_timeout=config.timeouts.rollout_wait_timeout,
+    )
+    return ProducerSpec(
+        run_id=config.run_id,
+        endpoint=endpoint,
+        checkpoint=config.checkpoint.absolute(),
+        files=(data.prompt_data,) if data.prompt_data else (),
+        data=data_options(config, positions),
+        held_out_files=tuple(evaluation.datasets.values()),
+        held_out=data_options(config, positions, training=False),
+        task=data.task,
+        task_sizes=(data.task_size, evaluation.eval_task_size),
+        rm_type=config.reward.rm_type or (task_reward(data.task) if data.task else None),
+        custom_rm_path=config.reward.custom_rm_path,
+        rm_url=config.reward.rm_url,
+        reward_timeout=config.timeouts.reward_timeout,
+        reward_workers=config.reward.reward_workers,
+        options=options,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+        buffer_groups=capacity_groups(rollout.rollout_batch_size, pacing.async_data_buffer_capacity_factor),
+        request_timeout=config.timeouts.rollout_request_timeout,
+        version=version,
+    )
+
+
+def fleet_timeouts(config: RunConfig) -> FleetTimeouts:
+    """Deadlines of the fleet."""
+    t = config.timeouts
+    return FleetTimeouts(
+        t.placement_timeout, t.engine_start_timeout, t.update_weights_timeout, math.ceil(t.shutdown_timeout)
+    )
+
+
+def log_directory(config: RunConfig) -> Path:
+    """Where engine logs go."""
+    return config.run_dir / "logs"

@@ -1,0 +1,223 @@
+"""Ray shells of the rollout side: one engine host an actor, and the producer with its buffer and ledger.
+
+State and rules are `host`, `producer` and `buffer.data_buffer`. Async actors of one event loop each: nothing blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from miles_disagg.buffer.base import Batch
+from miles_disagg.buffer.data_buffer import DataBuffer
+from miles_disagg.domain.versions import Constraint, VersionRef
+from miles_disagg.observe.events import Event, Timeline
+from miles_disagg.prompts.ledger import Ledger
+from miles_disagg.prompts.reward import RewardRunner, load_reward
+from miles_disagg.prompts.source import DataOptions, DatasetSource
+from miles_disagg.prompts.tasks import make_task
+from miles_disagg.prompts.tokenizer import load_tokenizer
+from miles_disagg.replica.activation import Activation
+from miles_disagg.replica.staging import DiskStager
+from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
+from miles_disagg.rollout.evaluate import evaluate
+from miles_disagg.rollout.host import EngineHost, HostSpec
+from miles_disagg.rollout.pool import RolloutClient
+from miles_disagg.rollout.producer import Producer
+from miles_disagg.store.actor import RemoteLedger
+from miles_disagg.store.base import open_store
+from miles_disagg.store.versions import VersionStore
+
+
+@dataclass(frozen=True)
+class StagingSpec:
+    """Where versions come from and where this host builds them; None in their place under broadcast."""
+
+    store_url: str
+    directory: Path
+    base: Path
+
+
+@ray.remote(max_restarts=0)
+class RolloutEngine:
+    """One engine, its replica and its reconciler."""
+
+    def __init__(self, spec: HostSpec, staging: StagingSpec | None, store: Any):
+        ledger = RemoteLedger(store)
+
+        def stager() -> DiskStager:
+            assert staging is not None
+            objects = VersionStore(open_store(staging.store_url))
+            return DiskStager(objects, staging.directory, staging.base, reader=spec.replica_id)
+
+        self._host = EngineHost(
+            spec, source=ledger if staging else None, stager=stager if staging else None, sink=ledger
+        )
+
+    async def start(self) -> str:
+        """Start the engine and serve it; the replica's URL."""
+        return await self._host.start()
+
+    async def begin_update(self, ref: VersionRef) -> None:
+        await self._host.begin_update(ref)
+
+    async def init_group(self, group: dict[str, Any]) -> None:
+        await self._host.init_group(**group)
+
+    async def destroy_group(self, name: str) -> None:
+        await self._host.destroy_group(name)
+
+    async def receive_bucket(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, form: str | None
+    ) -> None:
+        await self._host.receive_bucket(names, dtypes, shapes, group, form)
+
+    async def finish_update(self) -> Activation:
+        return await self._host.finish_update()
+
+    async def abort_update(self, reason: str) -> None:
+        await self._host.abort_update(reason)
+
+    async def status(self) -> dict[str, Any]:
+        return self._host.status()
+
+    async def digests(self) -> dict[str, str]:
+        return await self._host.digests()
+
+    async def events(self) -> list[Event]:
+        return self._host.timeline.drain()
+
+    async def stop(self) -> None:
+        """End the engine's process (managed) and leave the gateway."""
+        await self._host.stop()
+
+
+@dataclass(frozen=True)
+class ProducerSpec:
+    """Everything the producer is made of. endpoint: URL of the gateway or rollout service. Times in seconds."""
+
+    run_id: str
+    endpoint: str
+    checkpoint: Path
+    files: tuple[str, ...]
+    data: DataOptions
+    held_out_files: tuple[str, ...]
+    held_out: DataOptions
+    task: str | None
+    task_sizes: tuple[int | None, int]
+    rm_type: str | None
+    custom_rm_path: str | None
+    rm_url: str | None
+    reward_timeout: float
+    reward_workers: int
+    options: RolloutOptions
+    sampling: SamplingOptions
+    eval_sampling: SamplingOptions
+    buffer_groups: int
+    request_timeout: float
+    version: int = 0
+
+
+def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[DatasetSource, DatasetSource | None]:
+    """Training and held-out prompts: of the built-in task, or of the files."""
+    if spec.task:
+        num_train, num_held_out = spec.task_sizes
+        split = make_task(spec.task, seed=spec.data.seed, num_train=num_train, num_held_out=num_held_out)
+        return (
+            DatasetSource.from_items(spec.task, split.train, tokenizer, spec.data),
+            DatasetSource.from_items(spec.task, split.held_out, tokenizer, spec.held_out),
+        )
+    source = DatasetSource.from_files(spec.files, tokenizer, spec.data)
+    if not spec.held_out_files:
+        return source, None
+    return source, DatasetSource.from_files(spec.held_out_files, tokenizer, spec.held_out)
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class RolloutProducer:
+    """The producer, the data buffer and the ledger of a run."""
+
+    def __init__(self, spec: ProducerSpec):
+        self._spec = spec
+        self._timeline = Timeline("rollout-producer")
+        self._evaluations = 0
+
+    async def setup(self) -> int:
+        """Read the prompts; number of training prompts."""
+        spec = self._spec
+        tokenizer = await asyncio.to_thread(load_tokenizer, spec.checkpoint)
+        source, held_out = await asyncio.to_thread(_sources, spec, tokenizer)
+        self._held_out = held_out.all() if held_out else []
+        function = load_reward(spec.rm_type, custom_path=spec.custom_rm_path, url=spec.rm_url)
+        self._reward = RewardRunner(function, timeout=spec.reward_timeout, workers=spec.reward_workers)
+        self._client = RolloutClient(spec.endpoint, timeout=spec.request_timeout)
+        self._buffer = DataBuffer(spec.buffer_groups)
+        self._producer = Producer(
+            self._client, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
+            run_id=spec.run_id, version=spec.version, on_group=self._saw,
+        )  # fmt: skip
+        return len(source)
+
+    def _saw(self, group: Any) -> None:
+        times = [s.timings for s in group.samples if "submitted" in s.timings and "finished" in s.timings]
+        if times:
+            begin, end = min(t["submitted"] for t in times), max(t["finished"] for t in times)
+            self._timeline.add("generation", begin, end, group.oldest_version)
+
+    async def start(self) -> None:
+        self._producer.start()
+
+    async def advance(self, version: int) -> None:
+        self._producer.advance(version)
+
+    async def produce_batch(self, version: int, timeout: float) -> None:
+        """Synchronous schedule: generate one batch at `version`."""
+        groups = self._spec.options.batch_groups
+        await self._producer.produce(groups, Constraint(min_version=version), timeout)
+
+    async def next_batch(self, trainer_version: int, timeout: float) -> Batch:
+        """The next batch, no staler than the bound; raises what ended production, if anything did."""
+        self._producer.raise_failure()
+        options = self._spec.options
+        return await self._buffer.get_batch(
+            options.batch_groups, trainer_version=trainer_version, max_staleness=options.max_staleness, timeout=timeout
+        )
+
+    async def trained(self, keys: list[str]) -> None:
+        self._producer.trained(keys)
+
+    async def evaluate(self, constraint: Constraint, timeout: float) -> dict[str, float]:
+        """Accuracy on the held-out prompts under `constraint`, as metrics."""
+        self._evaluations += 1
+        result = await evaluate(
+            self._client, self._held_out, self._spec.eval_sampling, constraint, self._reward,
+            name=f"{self._spec.run_id}-{self._evaluations}", timeout=timeout,
+        )  # fmt: skip
+        return result.metrics()
+
+    async def metrics(self) -> dict[str, float]:
+        return self._producer.metrics()
+
+    async def events(self) -> list[Event]:
+        return self._timeline.drain()
+
+    async def ledger(self) -> dict[str, Any]:
+        """The ledger's totals, checked to balance."""
+        return self._producer.ledger.totals()
+
+    async def stop(self) -> None:
+        """End generation: what is in flight is dropped by name, what is queued too."""
+        try:
+            await self._producer.stop()
+        finally:
+            await self._buffer.close()
+
+    async def close(self) -> None:
+        """Release connections and reward workers."""
+        await self._client.close()
+        await self._reward.close()

@@ -1,0 +1,235 @@
+"""One managed or attached engine on its host: process, replica, reconciler and HTTP face as one thing with a life.
+
+Starts the engine process (managed) or finds it (attached), brings it to the current version, restarts a dead process
+into it, and leaves nothing behind. Ray-free: `actor` wraps it, tests run it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from miles_disagg.domain.errors import EngineError, MilesDisaggError
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.engine import launch
+from miles_disagg.engine.base import PauseMode
+from miles_disagg.engine.sglang import SGLangEngine
+from miles_disagg.observe.events import Timeline
+from miles_disagg.replica.activation import Activation, ActivationLimits
+from miles_disagg.replica.app import ReplicaServer, serve
+from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
+from miles_disagg.replica.reconciler import Reconciler
+from miles_disagg.replica.replica import Replica, ReplicaSettings
+from miles_disagg.replica.staging import DiskStager
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """The engine's process: kind, checkpoint, device (`cpu`, `cuda`), SGLang's python, further arguments, log file."""
+
+    kind: Literal["embedded", "sglang"]
+    model_path: str
+    device: str
+    log_path: Path
+    python: str | None = None
+    args: tuple[str, ...] = ()
+
+    def spec(self, port: int, version: VersionRef) -> launch.LaunchSpec:
+        """The command line on `port`, stamped `version`."""
+        common: dict[str, Any] = {
+            "port": port,
+            "device": self.device,
+            "weight_version": str(version),
+            "args": self.args,
+        }
+        if self.kind == "sglang":
+            return launch.sglang(self.model_path, python=self.python, **common)
+        return launch.embedded(self.model_path, **common)
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What one engine host runs.
+
+    command: how to start the engine's process (None: `engine_url` is an attached engine's). base: version of the
+    checkpoint that the process is started from. gateways: URLs that the replica registers with. Times in seconds.
+    """
+
+    replica_id: str
+    base: VersionRef
+    command: EngineCommand | None
+    engine_url: str | None = None
+    gateways: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    mode: PauseMode = "in_place"
+    max_in_flight: int = 4096
+    start_timeout: float = 300.0
+    limits: ActivationLimits = field(default_factory=ActivationLimits)
+    watch_interval: float = 0.5
+    restart_limit: int = 5
+
+
+class EngineHost:
+    """See the module. `stager` and `source` are None where versions come by broadcast alone."""
+
+    def __init__(
+        self,
+        spec: HostSpec,
+        *,
+        source: LatestSource | None,
+        stager: Callable[[], Stager] | None,
+        sink: ActivationSink,
+    ):
+        self.spec, self._source, self._make_stager, self._sink = spec, source, stager, sink
+        self.timeline = Timeline(spec.replica_id)
+        self._process: launch.EngineProcess | None = None
+        self._port = 0
+        self._server: ReplicaServer | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._stager: Stager | None = None
+        self.replica: Replica | None = None
+        self.restarts = 0
+        self.failure: str | None = None
+
+    async def start(self) -> str:
+        """Start the engine and serve it; the replica's URL. EngineStartError carries the engine's last lines."""
+        spec = self.spec
+        url = spec.engine_url or await self._launch()
+        engine = SGLangEngine(url)
+        settings = ReplicaSettings(spec.replica_id, spec.mode, spec.max_in_flight, activation=spec.limits)
+        self.replica = Replica(settings, engine)
+        try:
+            served = await self.replica.attach(spec.base.run_id)
+            if served is None and self._make_stager is None:
+                info = await engine.server_info()
+                raise EngineError(
+                    f"engine {url} is at version {info.get('weight_version')!r}, not at {spec.base}: restart it with "
+                    f"--weight-version {spec.base} on the run's base checkpoint, or use disk transport"
+                )
+            reconciler = None
+            if self._make_stager is not None and self._source is not None:
+                self._stager = self._make_stager()
+                reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink)
+            self._server = await serve(
+                self.replica, reconciler, host=spec.host, advertise_host=spec.advertise_host, gateways=spec.gateways
+            )
+            if served is not None:
+                await self._sink.record_activation(spec.replica_id, served, time.time())
+        except BaseException:
+            await self.stop()
+            raise
+        if spec.command is not None:
+            self._watch = asyncio.create_task(self._watch_process(), name=f"watch {spec.replica_id}")
+        return self._server.url
+
+    async def _launch(self) -> str:
+        """Start the process on a free port (the same one at a restart) and wait until it answers."""
+        command = self.spec.command
+        assert command is not None
+        self._port = self._port or launch.free_port()
+        self._process = launch.EngineProcess.start(command.spec(self._port, self.spec.base), command.log_path)
+        await self._process.wait_ready(self.spec.start_timeout)
+        return self._process.url
+
+    async def _watch_process(self) -> None:
+        """Restart a dead engine process; the reconciler (or the trainer, under broadcast) brings it up to date."""
+        replica = self._running()
+        while True:
+            await asyncio.sleep(self.spec.watch_interval)
+            if self._process is None or self._process.exit_code is None:
+                continue
+            reason = f"the engine process ended with status {self._process.exit_code}"
+            log.warning("%s: %s; restarting it", self.spec.replica_id, reason)
+            replica.activator.fence(reason)
+            if self.restarts >= self.spec.restart_limit:
+                self.failure = f"{reason}; given up after {self.restarts} restarts. {self._process.log_tail()}"
+                return
+            self.restarts += 1
+            with self.timeline.span("restart_engine"):
+                try:
+                    await self._process.stop()
+                    await self._launch()
+                except MilesDisaggError as error:
+                    log.warning("%s: restart failed: %s", self.spec.replica_id, error)
+
+    # --- updates broadcast by the trainer -----------------------------------------------------------
+
+    async def begin_update(self, ref: VersionRef) -> None:
+        """Drain and pause for an update."""
+        await self._running().activator.begin_update(ref)
+
+    async def init_group(self, **group: Any) -> None:
+        """Let the engine join the trainer's group."""
+        await self._running().activator.init_group(**group)
+
+    async def destroy_group(self, name: str) -> None:
+        """Let the engine leave the trainer's group."""
+        await self._running().activator.destroy_group(name)
+
+    async def receive_bucket(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str | None,
+    ) -> None:
+        """Receive one bucket."""
+        await self._running().activator.receive_bucket(
+            names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format
+        )
+
+    async def finish_update(self) -> Activation:
+        """Serve the broadcast version and acknowledge it."""
+        replica = self._running()
+        report = await replica.activator.finish_update()
+        replica.note(report)
+        now = time.time()
+        self.timeline.add("pause", now - report.pause_seconds, now, report.ref.version)
+        await self._sink.record_activation(self.spec.replica_id, report.ref, now)
+        return report
+
+    async def abort_update(self, reason: str) -> None:
+        """Give the update up."""
+        await self._running().activator.abort_update(reason)
+
+    # --- status -------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The replica's status, plus restarts and a final failure."""
+        replica = self._running()
+        return {**replica.status(), "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
+
+    async def digests(self) -> dict[str, str]:
+        """xxh3-128 of every tensor as the engine serves it (embedded engine)."""
+        return await self._running().engine.weights_digest()
+
+    def _running(self) -> Replica:
+        if self.replica is None:
+            raise EngineError(f"{self.spec.replica_id} has not started")
+        return self.replica
+
+    async def stop(self) -> None:
+        """Leave the gateway, end requests, stop the process (managed). Nothing is left running."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        if self._server is not None:
+            await self._server.stop()
+        if self.replica is not None:
+            await self.replica.close()
+            await self.replica.engine.close()
+        if isinstance(self._stager, DiskStager):
+            self._stager.close()
+        if self._process is not None:
+            await self._process.stop()
