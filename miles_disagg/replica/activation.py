@@ -168,9 +168,13 @@ class Activator:
         healed = gate.phase is Phase.OPEN
         return ActivationFailed(target.ref, cause, healed, gate.served if healed else None)
 
-    def fence(self, reason: str) -> None:
-        """The engine may hold half an update: refuse everything, fail what is in flight."""
-        self.whole = False
+    def fence(self, reason: str, *, whole: bool = False) -> None:
+        """Refuse everything, fail what is in flight, until a version is activated.
+
+        whole: the engine is known to hold exactly one version (its process was started anew), so that `adopt` may
+        serve what its stamp says. Otherwise it may hold half an update and only a load opens the gate again.
+        """
+        self.whole = whole
         self._gate.fence(reason)
         self._gate.fail_flights(reason)
 
