@@ -134,6 +134,7 @@ class RemoteReward:
         """Close the connections."""
         for session in list(self._sessions.values()):
             await session.close()
+        self._sessions.clear()
 
 
 class RewardRunner:
