@@ -32,7 +32,6 @@ if [ ! -x .venv/bin/python ]; then
 fi
 echo "installing into .venv (a few minutes the first time)" >&2
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
-pip install --upgrade pip
 # First, and by this exact version: what depends on torch would otherwise choose a CUDA build of several GB.
 .venv/bin/python -c 'import torch' 2>/dev/null || pip install torch==2.13.0
 pip install -e ".${extras:+[$extras]}"
