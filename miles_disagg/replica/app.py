@@ -224,10 +224,15 @@ class ReplicaServer:
         self.replica, self.url = replica, http.url
         self._http, self._loop, self._heart = http, loop, heart
 
-    async def stop(self) -> None:
-        """Say goodbye, end requests, stop listening. The engine goes on."""
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Say goodbye, let requests in flight finish for up to `drain_seconds`, end the rest, stop listening.
+
+        The engine goes on."""
         if self._heart is not None:
             await self._heart.stop()
+        gate, deadline = self.replica.gate, time.monotonic() + drain_seconds
+        while gate.active and (left := deadline - time.monotonic()) > 0:
+            await gate.wait_changed(left)
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)

@@ -171,9 +171,12 @@ class Gate:
         """Continue an interrupted flight on the version served now; a flight without tokens starts over."""
         if self.served is None or self.phase not in (Phase.OPEN, Phase.DRAINING):
             raise EngineUnavailable(f"replica is {self.phase}: {self.reason}")
+        served = self.served.version
+        if served < flight.version_end or (flight.tokens == 0 and not flight.constraint.satisfied_by(served)):
+            raise EngineUnavailable(f"request {flight.rid} cannot go on: the replica is back at {self.served}")
         flight.stop, flight.cache_key = None, self.cache_key
         if flight.tokens == 0:
-            flight.version_start = self.served.version
+            flight.version_start = served
 
     async def reopened(self, flight: Flight, wait_seconds: float) -> None:
         """Wait until an interrupted flight can go on, or is interrupted otherwise. EngineUnavailable after the wait."""

@@ -22,7 +22,6 @@ from miles_disagg.domain.errors import (
     EngineError,
     EngineUnavailable,
     InvalidRequest,
-    WeightVersionNotReady,
 )
 from miles_disagg.engine.base import Engine
 from miles_disagg.replica.assemble import Assembler, GenerateAssembler, OpenAIAssembler
@@ -271,8 +270,13 @@ class Sessions:
         running = self._running.get(request.rid)
         if running is not None and not running.task.done() and not running._abandoned:
             self._check_same(request, running.request.fingerprint)
-            if running.flight is not None and not request.constraint.satisfied_by(running.flight.version_start):
-                raise WeightVersionNotReady(str(request.constraint), running.flight.version_start, None)
+            flight, wanted = running.flight, request.constraint
+            at_least = wanted.exact_version is None and flight is not None and wanted.satisfied_by(flight.version_start)
+            if wanted != running.request.constraint and not at_least:
+                raise InvalidRequest(
+                    f"rid: {request.rid!r} is being generated under {running.request.constraint}, now asks for "
+                    f"{wanted}; use a new rid"
+                )
             self.totals["joined"] += 1
             return running
         self.totals["requests"] += 1

@@ -336,6 +336,16 @@ async def test_a_replica_that_says_goodbye_is_out_of_rotation_at_once(fleet: Fle
     assert fleet.gateway.router.members == []
 
 
+async def test_a_replica_that_drains_before_it_leaves_finishes_what_it_has(fleet: Fleet) -> None:
+    await fleet.add()
+    work = asyncio.create_task(fleet.post(n=60))
+    await fleet.until(lambda: fleet.replicas[0].gate.active == 1)
+    await fleet.servers.pop().stop(drain_seconds=10.0)
+    assert (await work)[0] == 200
+    assert fleet.engines[0].bodies[-1]["sampling_params"]["max_new_tokens"] == 60
+    assert fleet.gateway.router.members == []
+
+
 async def test_a_restarted_gateway_learns_its_replicas_from_their_heartbeats(fleet: Fleet) -> None:
     await fleet.add()
     port = int(fleet.gateway.url.rsplit(":", 1)[1])

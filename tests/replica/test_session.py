@@ -157,6 +157,15 @@ async def test_a_remembered_answer_older_than_asked_for_is_not_given(replica: Re
         await replica.sessions.result(request("a", weight_version=at_least(1)))
 
 
+async def test_a_pinned_request_does_not_join_an_unpinned_one_of_its_rid(replica: Replica) -> None:
+    work = asyncio.create_task(replica.sessions.result(request("a", n=40)))
+    await until_tokens(replica, "a", 2)
+    with pytest.raises(InvalidRequest, match="new rid"):
+        await replica.sessions.result(request("a", n=40, weight_version=exact(0)))
+    joined = asyncio.create_task(replica.sessions.result(request("a", n=40, weight_version=at_least(0))))
+    assert await joined == await work
+
+
 async def test_errors_are_not_remembered(replica: Replica, engine: FakeEngine) -> None:
     engine.kill()
     with pytest.raises(EngineUnavailable):
