@@ -194,7 +194,7 @@ class RewardRunner:
 
     async def _in_thread(self, sample: Sample) -> Any:
         if self.hung >= _MAX_HUNG:
-            raise RewardError(f"reward {self._name}: {self.hung} calls hang; use --reward-isolation process")
+            raise RewardError(f"reward {self._name}: {self.hung} calls hang; it must return or raise by itself")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
