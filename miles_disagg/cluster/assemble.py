@@ -149,16 +149,17 @@ def _trackers(config: RunConfig) -> list[Tracker]:
     return out
 
 
-def _start_here(actor_class: Any, name: str, *args: Any) -> Any:
+def _start_here(actor_class: Any, run_id: str, name: str, *args: Any) -> Any:
     """An actor on the driver's node, where the run directory and the prompts are; it reserves no core."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return actor_class.options(name=name, num_cpus=0, scheduling_strategy=here).remote(*args)
+    options = {"name": name, "namespace": run_id, "num_cpus": 0, "scheduling_strategy": here}
+    return actor_class.options(**options).remote(*args)
 
 
 async def _claim(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, VersionRef]:
     """The version store actor, with this run's claim; the version to start from."""
     url = config.version_store if config.weights.transport == "disk" else None
-    store = _start_here(VersionStoreActor, "version-store", config.run_id, url)
+    store = _start_here(VersionStoreActor, config.run_id, "version-store", config.run_id, url)
     stack.callback(ray.kill, store)
     ledger = RemoteLedger(store)
     digest = await asyncio.to_thread(checkpoint_digest, config.checkpoint)
@@ -173,7 +174,7 @@ async def _claim(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, Version
 
 
 async def _gateway(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, str]:
-    gateway = _start_here(GatewayActor, "gateway")
+    gateway = _start_here(GatewayActor, config.run_id, "gateway")
     settings = GatewaySettings(request=config.timeouts.rollout_request_timeout)
     start = gateway.start.remote(config.cluster.gateway_host, config.cluster.gateway_port, config.run_id, settings)
     return gateway, await call(start, "gateway: start", 60.0)
@@ -217,7 +218,7 @@ async def _start_together(
 
 async def _producer(config: RunConfig, endpoint: str, base: VersionRef, stack: AsyncExitStack) -> Any:
     spec = specs.producer_spec(config, endpoint, base.version)
-    producer = _start_here(RolloutProducer, "rollout-producer", spec)
+    producer = _start_here(RolloutProducer, config.run_id, "rollout-producer", spec)
     stack.callback(ray.kill, producer)
     await call(producer.setup.remote(), "rollout producer: read the prompts", config.timeouts.trainer_start_timeout)
 

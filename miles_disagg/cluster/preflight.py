@@ -6,16 +6,21 @@ once. Nothing is started and nothing is written.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from miles_disagg.config.checks import check, within_range
 from miles_disagg.config.machine import Machine
+from miles_disagg.config.resolve import is_url
 from miles_disagg.config.run import RunConfig
-from miles_disagg.domain.errors import CheckpointError, ConfigError, PromptDataError
+from miles_disagg.domain.errors import CheckpointError, ConfigError, MilesDisaggError, PromptDataError
 from miles_disagg.prompts.reward import load_reward
 from miles_disagg.prompts.source import DataOptions, DatasetSource, check_tokenizer
 from miles_disagg.prompts.tasks import make_task
 from miles_disagg.prompts.tokenizer import load_tokenizer
+from miles_disagg.store.base import open_store
+from miles_disagg.store.versions import VersionStore
 from miles_disagg.trainer.hf_config import HfModelConfig, read_hf_config
 from miles_disagg.weights.checkpoint import open_checkpoint
 
@@ -28,6 +33,7 @@ def preflight(config: RunConfig, machine: Machine | None) -> list[str]:
     problems.extend(found)
     problems.extend(_reward(config))
     problems.extend(_task(config))
+    problems.extend(_store(config))
     if model is not None and not problems:
         problems.extend(_prompts(config, model))
     return problems
@@ -116,6 +122,23 @@ def _task(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def _store(config: RunConfig) -> list[str]:
+    """A publication directory that another run is publishing to. (An S3 prefix answers at the claim.)"""
+    root = config.engines.version_store or config.weights.update_weight_disk_dir
+    if root is None or is_url(root) or not Path(root).expanduser().is_dir():
+        return []
+    name = "--version-store" if config.engines.version_store else "--update-weight-disk-dir"
+    store = VersionStore(open_store(str(Path(root).expanduser())))
+    try:
+        newest = store.latest()
+        claim = store.claim_of(newest.run_id) if newest is not None else None
+    except MilesDisaggError as error:
+        return [f"{name} {root}: {error}"]
+    if claim is None or not claim.is_live(time.time()):
+        return []
+    return [f"{name} {root} is in use by {claim.describe()}: wait for its end, or give another directory"]
 
 
 def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ Holds the handles and the clock of one run. How they are built and stopped is `a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ class Run:
         self.steps_done = 0
         self.accuracies: list[tuple[int, float]] = []
         self._lags: list[float] = []
-        self.ledger: dict[str, float] = {}
+        self.ledger: dict[str, Any] = {}
 
     @property
     def version(self) -> int:
@@ -190,7 +191,9 @@ class Run:
         return out
 
     async def close_books(self) -> None:
-        """Fetch the ledger's totals, after generation stopped."""
+        """End generation if it still goes on, and fetch the ledger's totals."""
+        with contextlib.suppress(Exception):
+            await self.stop_generation()
         self.ledger = await self._ask_producer("ledger", "hand over the ledger")
 
     def summary(self, status: str, reason: str = "") -> Summary:

@@ -157,6 +157,7 @@ def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpe
         max_concurrent_samples=config.max_concurrent_samples,
         max_staleness=pacing.max_weight_staleness,
         groups_per_version=rollout.rollout_batch_size * pacing.update_weights_interval,
+        granularity=pacing.rollout_submission_granularity,
         unused=pacing.async_unused_samples_handler,
         put_timeout=config.timeouts.rollout_wait_timeout,
     )

@@ -163,6 +163,7 @@ def _rank_actor(plan: GroupPlan, placement: PlacementGroup, rank: int, run_id: s
     actor_class: Any = TrainerActor
     return actor_class.options(
         name=f"trainer-{rank}",
+        namespace=run_id,
         num_cpus=bundle.cpus / plan.slots,
         num_gpus=bundle.gpus / plan.slots,
         scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),

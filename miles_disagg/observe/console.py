@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -108,12 +109,11 @@ class Summary:
     final_version: int
     accuracy_first: float | None
     accuracy_last: float | None
-    ledger: Mapping[str, float]
+    ledger: Mapping[str, Any]
     run_dir: Path
     reason: str = ""
     lag_mean: float | None = None
     pause_ms: float | None = None
-    dropped: int = 0
 
     def to_json(self) -> dict[str, object]:
         """The file's content."""
@@ -145,8 +145,17 @@ class Summary:
             )
             out.append(f"Samples were {self.lag_mean:.1f} versions old on average when they were trained on{pause}.")
         if self.ledger:
-            text = ", ".join(f"{name.replace('_', ' ')} {int(n)}" for name, n in self.ledger.items())
-            out.append(f"Samples: {text}.")
+            out.append(f"Prompts: {_ledger_in_words(self.ledger)}.")
         out.append(f"Look at {self.run_dir}: metrics.jsonl, events.jsonl, summary.json, config.yaml, logs/.")
         out.append(f"Charts: tensorboard --logdir {self.run_dir / 'tensorboard'}")
         return out
+
+
+def _ledger_in_words(totals: Mapping[str, Any]) -> str:
+    """`generated 70 = trained 64 + queued 2 + dropped 3 (stopped 3) + in flight 1`."""
+    dropped: Mapping[str, int] = totals["dropped"]
+    reasons = f" ({', '.join(f'{reason} {n}' for reason, n in dropped.items())})" if dropped else ""
+    return (
+        f"generated {totals['generated']} = trained {totals['trained']} + queued {totals['queued']} + "
+        f"dropped {sum(dropped.values())}{reasons} + in flight {totals['in_flight']}"
+    )

@@ -60,11 +60,15 @@ def test_a_step_is_one_line_when_there_is_no_terminal(capsys):
     assert "step 1/10 v1" in capsys.readouterr().out
 
 
+LEDGER = {"generated": 10, "trained": 8, "queued": 1, "dropped": {"stale": 1}, "in_flight": 0}
+
+
 def test_the_summary_says_what_happened_and_where_to_look(tmp_path):
-    summary = Summary("completed", 5, 30.0, 5, 0.3, 0.9, {"generated": 10, "trained": 8, "queued": 2}, tmp_path)
+    summary = Summary("completed", 5, 30.0, 5, 0.3, 0.9, LEDGER, tmp_path)
     text = " ".join(summary.sentences())
     assert "from 0.30 to 0.90" in text
     assert str(tmp_path) in text
+    assert "generated 10 = trained 8 + queued 1 + dropped 1 (stale 1) + in flight 0" in text
     assert set(summary.to_json()) >= {
         "status",
         "steps",
