@@ -120,6 +120,8 @@ class Activator:
         replica is fenced, never anything in between."""
         async with self._lock:
             begun, was_whole = self._clock(), self.whole
+            if self.last_good is not None and self.last_good.path == target.path and self.last_good.ref != target.ref:
+                self.last_good = None  # that directory holds the target now
             await self._loader.stage(target)
             staged = self._clock() - begun
             report = await self._drain(target.ref)

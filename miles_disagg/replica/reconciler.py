@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from miles_disagg.domain.errors import DeadlineExceeded, EngineError, EngineUnavailable, InvalidRequest
 from miles_disagg.domain.versions import VersionRef, parse_engine_version
-from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
+from miles_disagg.replica.base import ActivationSink, LatestSource, Materialized, Stager
 from miles_disagg.replica.gate import Phase
 from miles_disagg.replica.replica import Replica
 
@@ -141,7 +141,7 @@ class Reconciler:
         replica, applied = self._replica, self._replica.applied
         with self._doing("materializing" if applied else "catching_up" if target.version else "materializing_base"):
             async with _deadline(f"{target} to be materialized", self._settings.materialize):
-                materialized = await stager.materialize(target)
+                materialized = await self._materialize(target, stager)
         try:
             with self._doing("activating"):
                 report = await replica.activate(materialized)
@@ -152,6 +152,15 @@ class Reconciler:
         self._last_served, self._unacknowledged = target, (target, time.time())
         log.info("%s serves %s (paused %.3f s)", replica.replica_id, target, report.pause_seconds)
         await self._acknowledge()
+
+    async def _materialize(self, target: VersionRef, stager: Stager) -> Materialized:
+        """A stager may patch the directory that was loaded last: then there is nothing to fall back to on this host."""
+        activator = self._replica.activator
+        before, activator.last_good = activator.last_good, None
+        materialized = await stager.materialize(target)
+        if before is not None and (before.path != materialized.path or before.ref == target):
+            activator.last_good = before
+        return materialized
 
     async def _acknowledge(self) -> None:
         if self._unacknowledged is None or self._sink is None:
