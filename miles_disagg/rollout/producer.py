@@ -55,7 +55,7 @@ class Producer:
         self._generator = GroupGenerator(client, reward, options, sampling, self._slots, run_id)
         self._pacing = Pacing(options.max_staleness, options.groups_per_version, version, version)
         self._retries: deque[Prompt] = deque()
-        self._tasks: dict[asyncio.Task[None], Prompt] = {}
+        self._tasks: dict[asyncio.Task[None], tuple[Prompt, int]] = {}  # with the attempt
         self._loop_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._paused = False
@@ -187,12 +187,14 @@ class Producer:
     def _launch(self, prompt: Prompt, constraint: Constraint, slots_held: int) -> None:
         attempt = self.ledger.handed_out(prompt.key)
         task = asyncio.create_task(self._group(prompt, attempt, constraint, slots_held), name=f"group {prompt.key}")
-        self._tasks[task] = prompt
+        self._tasks[task] = (prompt, attempt)
         task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
-        prompt = self._tasks.pop(task)
-        if self.ledger.entry(prompt.key).state in ("generating", "in_flight"):
+        prompt, attempt = self._tasks.pop(task)
+        entry = self.ledger.entry(prompt.key)
+        # A group that failed may have been handed out again before this callback ran: that attempt is another task's.
+        if entry.attempt == attempt and entry.state in ("generating", "in_flight"):
             self._drop(prompt, "stopped" if task.cancelled() else "crashed")
             self._retries.append(prompt)
         self._check(task)
