@@ -46,8 +46,9 @@ def train(argv: Sequence[str]) -> int:
 COMMANDS = {
     "train": "train a policy (`train --dry-run` only checks)",
     "engine": "run one embedded engine by itself",
+    "store": "look into a version store, verify and export versions",
 }
-MODULES = {"engine": "miles_disagg.engine.embedded.__main__"}
+MODULES = {"engine": "miles_disagg.engine.embedded.__main__", "store": "miles_disagg.store.inspect"}
 """Modules whose `main(argv)` is a command; imported when it is called."""
 
 

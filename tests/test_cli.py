@@ -10,6 +10,8 @@ import pytest
 
 from miles_disagg import cli
 from miles_disagg.domain.errors import MilesDisaggError
+from miles_disagg.store.base import open_store
+from miles_disagg.store.versions import VersionStore
 from tests.fakes.checkpoints import tensor_shapes, write_safetensors, write_tiny_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +138,16 @@ def test_bad_evaluation_files_tasks_and_rewards_are_named(model: Path, prompts: 
     assert "--task nonsense" in refused(capsys, cli.main([*argv, "--task", "nonsense"]))
     argv += ["--prompt-data", str(prompts), "--custom-rm-path", "nowhere.reward"]
     assert "--custom-rm-path nowhere.reward" in refused(capsys, cli.main(argv))
+
+
+def test_a_publication_directory_in_use_is_refused_until_its_run_ends(model: Path, prompts: Path, capsys):
+    root = model.parent / "weights"
+    other = VersionStore(open_store(str(root)))
+    other.claim("other", base_digest="digest")
+    flags = ("--update-weight-transfer-mode", "disk-delta", "--update-weight-disk-dir", str(root))
+    assert f"--update-weight-disk-dir {root} is in use by run other" in refused(capsys, dry_run(model, prompts, *flags))
+    other.release()
+    assert dry_run(model, prompts, *flags) == 0
 
 
 def test_a_misspelt_command_is_suggested_and_every_listed_command_exists(capsys):

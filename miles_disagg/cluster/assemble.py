@@ -28,6 +28,7 @@ from miles_disagg.cluster.run import Run
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.config.flags import save_config
 from miles_disagg.config.placement import PlacementPlan, plan_placement
+from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
 from miles_disagg.domain.errors import MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
@@ -48,9 +49,7 @@ def running(config: RunConfig, loop: Loop) -> int:
     """Assemble the run of a resolved configuration, drive it with `loop`, take it down. Returns the exit status."""
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(config, run_dir / "config.yaml")
-    plan = plan_placement(config)
-    total = plan.total()
+    total = plan_placement(config).total()
     with cluster(
         address=config.cluster.ray_address,
         namespace=config.run_id,
@@ -58,7 +57,10 @@ def running(config: RunConfig, loop: Loop) -> int:
         num_cpus=total.get("CPU", 1.0),
         num_gpus=None,
     ):
-        return asyncio.run(_drive(config, plan, loop))
+        # Only now is it known which devices a cluster that was joined has.
+        config = resolve(config, gpus=int(ray.cluster_resources().get("GPU", 0)))
+        save_config(config, run_dir / "config.yaml")
+        return asyncio.run(_drive(config, plan_placement(config), loop))
 
 
 async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:

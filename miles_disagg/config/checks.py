@@ -231,7 +231,7 @@ def _pacing(config: RunConfig) -> Iterator[str]:
             "every update would throw it away; use in_place or retract, or --schedule sync"
         )
     in_flight = pacing.async_max_concurrent_samples
-    if in_flight is not None and in_flight < n:
+    if in_flight is not None and in_flight < n and pacing.rollout_submission_granularity == "group":
         yield (
             f"--async-max-concurrent-samples {in_flight} is below --n-samples-per-prompt {n}: "
             "not even one group could be generated; raise it"

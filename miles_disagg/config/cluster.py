@@ -1,7 +1,5 @@
 """Where the run lives: Ray, network addresses, deadlines, directories and trackers."""
 
-from typing import Literal
-
 from miles_disagg.config.base import Port, PositiveFloat, PositiveInt, Seconds, Section
 
 
@@ -62,11 +60,5 @@ class OutputConfig(Section):
     """Write TensorBoard files to RUN_DIR/tensorboard."""
     use_wandb: bool = False
     """Log to Weights & Biases (offline without a key)."""
-    wandb_project: str = "miles-disagg"
-    """W&B project."""
-    wandb_group: str | None = None
-    """W&B group; unset: the run id."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """W&B mode; unset: online with a key, else offline."""
     save_interval: PositiveInt | None = None
     """Save a trainer checkpoint to RUN_DIR/checkpoints every N steps; unset: never."""

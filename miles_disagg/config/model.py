@@ -65,8 +65,6 @@ class EvalConfig(Section):
     """Top-p while evaluating."""
     eval_max_response_len: PositiveInt | None = None
     """Longest evaluated completion in tokens; unset: --rollout-max-response-len."""
-    n_samples_per_eval_prompt: PositiveInt = 1
-    """Completions per evaluation prompt."""
     skip_eval_before_train: bool = False
     """Do not evaluate the base model first."""
 

@@ -40,8 +40,6 @@ class RolloutConfig(Section):
     """Strings that end a completion."""
     rollout_stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion."""
-    rollout_skip_special_tokens: bool = True
-    """Leave special tokens out of the text that the reward function sees."""
     rollout_seed: int = 42
     """Seed of prompt order and sampling."""
 

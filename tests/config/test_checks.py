@@ -2,11 +2,12 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miles_disagg.config.checks import check
-from miles_disagg.config.flags import flag_names, parse_run
+from miles_disagg.config.flags import flag_names, section_of
 from miles_disagg.config.machine import Machine
 from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
@@ -15,12 +16,28 @@ LAPTOP = Machine(cpus=2, gpus=0)
 SOUND = ["--hf-checkpoint", "model", "--num-rollout", "4", "--task", "addition"]
 
 
+def config_of(words: list[str]) -> RunConfig:
+    """The configuration of simple flags, without the cost of building a command-line parser every time."""
+    values: dict[str, Any] = {}
+    passed: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            field = word.removeprefix("--").replace("-", "_")
+            ours = field in section_of()
+            words_of = values.setdefault(field, []) if ours else passed.setdefault(word.removeprefix("--sglang-"), [])
+        else:
+            words_of.append(word)
+    many = ("rollout_external_engine_addrs", "eval_prompt_data")
+    flags = {f: v if f in many else v[-1] if v else True for f, v in values.items()}
+    return RunConfig().replace(**flags, sglang_args=passed)
+
+
 def problems(*flags: str, machine: Machine | None = LAPTOP, environ: dict[str, str] | None = None) -> list[str]:
-    return check(parse_run([*SOUND, *flags]), machine, environ or {})
+    return check(config_of([*SOUND, *flags]), machine, environ or {})
 
 
 def test_a_sound_configuration_has_no_problems_resolved_or_not():
-    config = parse_run(SOUND)
+    config = config_of(SOUND)
     assert check(config, LAPTOP, {}) == []
     assert check(resolve(config, 0), LAPTOP, {}) == []
 
@@ -133,8 +150,8 @@ def test_what_is_missing_is_named():
 
 def test_prompt_data_with_an_exact_reward_needs_a_label_key():
     argv = [*SOUND[:4], "--prompt-data", "p.jsonl", "--rm-type", "exact"]
-    assert "--label-key" in " ".join(check(parse_run(argv), LAPTOP, {}))
-    assert check(parse_run([*argv, "--label-key", "answer"]), LAPTOP, {}) == []
+    assert "--label-key" in " ".join(check(config_of(argv), LAPTOP, {}))
+    assert check(config_of([*argv, "--label-key", "answer"]), LAPTOP, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -151,7 +168,7 @@ def test_prompt_data_with_an_exact_reward_needs_a_label_key():
     ],
 )
 def test_what_can_work_is_accepted_resolved_or_not(flags: str):
-    config = parse_run([*SOUND, *flags.split()])
+    config = config_of([*SOUND, *flags.split()])
     assert check(config, LAPTOP, {}) == []
     assert check(resolve(config, 0), LAPTOP, {}) == []
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_disagg.config.flags import closest, flag, flag_names, load_files, parse_run, section_of, to_yaml
@@ -119,6 +119,7 @@ def test_the_saved_configuration_reads_back_equal(tmp_path: Path):
     assert again == config.replace(dry_run=False)
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 10**6), st.floats(1e-9, 1), st.lists(st.text(max_size=9), max_size=3), st.booleans())
 def test_any_values_survive_saving(tmp_path_factory, batch: int, lr: float, stops: list[str], tis: bool):
     config = RunConfig().replace(rollout_batch_size=batch, lr=lr, rollout_stop=stops, use_tis=tis)
