@@ -41,16 +41,19 @@ def _others() -> list[int]:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to everything in the group, then SIGKILL to what is left after the grace period."""
+    """SIGTERM to everything in the group, once, then SIGKILL to what is left after the grace period."""
+    _signal_others(signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
-    number = signal.SIGTERM
     while child.poll() is None or _others():
-        for pid in _others():
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-        time.sleep(0.2)
         if time.monotonic() > deadline:
-            number = signal.SIGKILL
+            _signal_others(signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _signal_others(number: int) -> None:
+    for pid in _others():
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
 
 def main(argv: list[str]) -> int:

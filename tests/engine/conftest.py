@@ -20,7 +20,7 @@ READY_SECONDS = 240
 
 @dataclass(frozen=True)
 class Server:
-    """A running engine. `kind` is embedded, sglang or sglang-no-cache."""
+    """A running engine. `kind` is embedded, sglang or sglang_no_cache."""
 
     kind: str
     process: launch.EngineProcess
@@ -33,31 +33,59 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_checkpoint(root / name, seed=seed) for seed, name in enumerate(("base", "other"))}
 
 
+def _running(spec: launch.LaunchSpec, log: Path) -> Iterator[launch.EngineProcess]:
+    process = launch.EngineProcess.start(spec, log)
+    try:
+        asyncio.run(process.wait_ready(READY_SECONDS))
+        yield process
+    finally:
+        asyncio.run(process.stop())
+
+
+@pytest.fixture(scope="session")
+def embedded(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.EngineProcess]:
+    """The embedded engine on `base`."""
+    spec = launch.embedded(checkpoints["base"], port=launch.free_port(), weight_version=BASE)
+    yield from _running(spec, tmp_path_factory.mktemp("logs") / "embedded.log")
+
+
+def _sglang(checkpoint: Path, log: Path, *args: str) -> Iterator[launch.EngineProcess]:
+    spec = launch.sglang(
+        checkpoint,
+        port=launch.free_port(),
+        device="cpu",
+        python=sglang_env.python(),
+        weight_version=BASE,
+        args=["--dtype", "float32", *args],
+    )
+    yield from _running(spec, log)
+
+
+@pytest.fixture(scope="session")
+def sglang(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.EngineProcess]:
+    """Stock SGLang on `base`, prefix cache on."""
+    yield from _sglang(checkpoints["base"], tmp_path_factory.mktemp("logs") / "sglang.log")
+
+
+@pytest.fixture(scope="session")
+def sglang_no_cache(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[launch.EngineProcess]:
+    """Stock SGLang on `base` without a prefix cache, which `retract` needs."""
+    yield from _sglang(checkpoints["base"], tmp_path_factory.mktemp("logs") / "sglang.log", "--disable-radix-cache")
+
+
 @pytest.fixture(
     scope="session",
     params=[
         "embedded",
         pytest.param("sglang", marks=pytest.mark.sglang),
-        pytest.param("sglang-no-cache", marks=pytest.mark.sglang),
+        pytest.param("sglang_no_cache", marks=pytest.mark.sglang),
     ],
 )
-def server(
-    request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    kind, port = request.param, launch.free_port()
-    if kind == "embedded":
-        spec = launch.embedded(checkpoints["base"], port=port, weight_version=BASE)
-    else:
-        args = ["--dtype", "float32", *(["--disable-radix-cache"] if kind == "sglang-no-cache" else [])]
-        spec = launch.sglang(
-            checkpoints["base"], port=port, device="cpu", python=sglang_env.python(), weight_version=BASE, args=args
-        )
-    process = launch.EngineProcess.start(spec, tmp_path_factory.mktemp("logs") / f"{kind}.log")
-    try:
-        asyncio.run(process.wait_ready(READY_SECONDS))
-        yield Server(kind, process)
-    finally:
-        asyncio.run(process.stop())
+def server(request: pytest.FixtureRequest) -> Server:
+    """Each kind of server in turn."""
+    return Server(request.param, request.getfixturevalue(request.param))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from miles_disagg.domain.errors import CheckpointError, EngineStartError
+from miles_disagg.domain.errors import CheckpointError, EngineStartError, UpdateFailed
 from miles_disagg.engine.embedded import kv
 from miles_disagg.engine.embedded.weights import ServedWeights, read_checkpoint
 from miles_disagg.engine.tensors import parse_dtype
@@ -50,7 +50,10 @@ class ModelRunner:
         self.dtype = _pick_dtype(dtype, staged)
         self.model = _build(self.config, self.dtype, self.device)
         self.weights = ServedWeights(self.model)
-        self.weights.apply(self.weights.check(staged, complete=True))
+        try:
+            self.weights.apply(self.weights.check(staged, complete=True))
+        except UpdateFailed as e:
+            raise CheckpointError(f"checkpoint does not fit its config.json: {e}", file=str(self.path)) from None
         self.decoder = self.model.get_decoder()
         self.head = self.model.get_output_embeddings()
         text = self.config.get_text_config()

@@ -190,7 +190,10 @@ def sample(
 
 
 def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorted probabilities with top-k, then top-p, then min-p cut to zero, and the token order. [n, vocab] each."""
+    """Probabilities with top-k, then top-p, then min-p cut to zero, and their token order. [n, vocab] each.
+
+    Rows that cut nothing stay in vocabulary order.
+    """
     device = probs.device
     ordered, order = probs.sort(dim=-1, descending=True)
     rank = torch.arange(probs.shape[-1], device=device)[None]
@@ -199,4 +202,5 @@ def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[to
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     before = ordered.cumsum(dim=-1) - ordered
     keep = (rank < top_k) & ((before <= top_p) | (top_p >= 1.0)) & (ordered >= ordered[:, :1] * min_p)
-    return ordered * keep, order
+    cut = torch.tensor([p.truncates for p in params], device=device)[:, None]  # a row must not depend on the others
+    return torch.where(cut, ordered * keep, probs), torch.where(cut, order, rank)
