@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from miles_disagg.engine.sglang import SGLangEngine
+from miles_disagg.engine.tensors import raw_bytes
+from miles_disagg.publish.broadcast import BroadcastSource
 from miles_disagg.trainer.base import RankSpec, TrainerSpec, TrainSample
-from miles_disagg.trainer.megatron import convert, step
+from miles_disagg.trainer.megatron import convert, parallel, step
 from miles_disagg.trainer.megatron.batch import Columns, pack, policy_columns, response_offsets, with_weights
 from miles_disagg.trainer.megatron.trainer import MegatronTrainer
+from miles_disagg.trainer.vocab_parallel import logprobs_and_entropy
+from miles_disagg.weights.digest import digest
+from tests.fakes.update_target import EngineTarget
 
 
 def exported(trainer: MegatronTrainer, bucket_bytes: int = 1 << 12) -> dict[str, np.ndarray]:
@@ -85,5 +92,134 @@ def policy(
             dict(trainer.train_step(batch, global_batch_size=global_batch_size, version=version)) for _ in range(2)
         ]
         return {"steps": steps, "trained": exported(trainer)}
+    finally:
+        trainer.close()
+
+
+def raised(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample] = ()) -> str:
+    """`<error type>: <message>` of building a trainer, or of a step on `batch` with a proof that nothing moved."""
+    try:
+        trainer = MegatronTrainer(spec, rank)
+    except Exception as e:
+        assert not dist.is_initialized(), "a trainer that could not be built must leave nothing behind"
+        return f"{type(e).__name__}: {e}"
+    try:
+        before = exported(trainer)
+        trainer.train_step(batch)
+        return "no error"
+    except Exception as e:
+        after = exported(trainer)
+        assert all(np.array_equal(before[name], after[name]) for name in before), "weights moved"
+        return f"{type(e).__name__}: {e}"
+    finally:
+        trainer.close()
+
+
+def vocab_parallel(rank: RankSpec, vocab_size: int, padded: int, temperature: float) -> dict[str, np.ndarray | bool]:
+    """Logprobs, entropies and logit gradients of a random case, with the vocabulary split over all ranks."""
+    layout = parallel.initialize(TrainerSpec("", tensor_parallel=rank.world_size), rank)
+    try:
+        full, targets, weights = vocab_case(vocab_size, padded)
+        local = full.chunk(rank.world_size, 1)[rank.rank].clone().requires_grad_()
+        before = local.detach().clone()
+        logp, entropy = logprobs_and_entropy(
+            local, targets, first=rank.rank * local.shape[1], vocab_size=vocab_size, group=layout.tp_group,
+            temperature=temperature,
+        )  # fmt: skip
+        (logp * weights[0] + entropy * weights[1]).sum().backward()
+        assert local.grad is not None
+        return {
+            "logp": logp.detach().numpy(),
+            "entropy": entropy.detach().numpy(),
+            "grad": local.grad.numpy(),
+            "untouched": torch.equal(local.detach(), before),
+        }
+    finally:
+        parallel.shutdown()
+
+
+def vocab_case(vocab_size: int, padded: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits [9, padded], targets [9], weights [2, 9]) of a fixed random case."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(9, padded, generator=generator) * 4
+    return logits, torch.randint(0, vocab_size, (9,), generator=generator), torch.randn(2, 9, generator=generator)
+
+
+def transformers_after_megatron(rank: RankSpec, spec: TrainerSpec, sample: TrainSample) -> np.ndarray:
+    """Logits of transformers in a process in which the shim is installed and Megatron has trained."""
+    from transformers import AutoModelForCausalLM
+
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        trainer.sft_step([sample])
+    finally:
+        trainer.close()
+    model = AutoModelForCausalLM.from_pretrained(spec.hf_checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([list(sample.tokens)])).logits[0].numpy()
+
+
+def save_and_go_on(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> dict[str, Any]:
+    """Two steps, save, two more."""
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        for _ in range(2):
+            trainer.sft_step(batch)
+        trainer.save_checkpoint(directory)
+        again = ""
+        try:
+            trainer.save_checkpoint(directory)
+        except FileExistsError as e:
+            again = str(e)
+        return {
+            "steps": [dict(trainer.sft_step(batch)) for _ in range(2)],
+            "trained": exported(trainer),
+            "again": again,
+        }
+    finally:
+        trainer.close()
+
+
+def load_and_go_on(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> dict[str, Any]:
+    """One step in another direction, load, two steps."""
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        trainer.sft_step(list(batch)[:2])
+        trainer.load_checkpoint(directory)
+        return {"steps": [dict(trainer.sft_step(batch)) for _ in range(2)], "trained": exported(trainer)}
+    finally:
+        trainer.close()
+
+
+def broadcast(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], engine_url: str, version: str) -> Any:
+    """One step, then every source stages, trains on, and sends to the engine what it staged; tensors' digests."""
+    trainer = MegatronTrainer(spec, rank)
+    source = BroadcastSource(address="127.0.0.1", backend="gloo", timeout=60.0) if trainer.is_source else None
+    digests: dict[str, str] = {}
+
+    def stage(bucket: list[tuple[str, torch.Tensor]]) -> None:
+        assert source is not None
+        source.stage(bucket)
+        digests.update({name: digest(raw_bytes(tensor), "xxh3-128") for name, tensor in bucket})
+
+    async def send() -> None:
+        assert source is not None
+        engine = SGLangEngine(engine_url)
+        try:
+            await source.send(version, [EngineTarget(engine)])
+        finally:
+            await engine.close()
+
+    try:
+        trainer.sft_step(batch)
+        if source is not None:
+            source.open(1.0)
+        trainer.export(stage, 1 << 14)
+        trainer.sft_step(batch)
+        for index in range(trainer.num_sources):
+            if trainer.source_index == index:
+                asyncio.run(send())
+            dist.barrier()
+        return digests
     finally:
         trainer.close()

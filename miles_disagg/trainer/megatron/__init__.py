@@ -11,9 +11,11 @@ from miles_disagg.trainer.base import RankSpec, Trainer, TrainerSpec
 from miles_disagg.trainer.megatron import cpu_shim
 
 cpu_shim.install()
-# Megatron-core announces at import what it falls back to; the trainer uses exactly those fallbacks.
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+# What Megatron-core announces at import and at work: the fallbacks it takes (exactly those that are wanted here), CUDA
+# settings that do not apply, and its use of interfaces that torch has renamed.
+for _category in (UserWarning, FutureWarning, DeprecationWarning):
+    warnings.filterwarnings("ignore", category=_category, module=r"megatron\.")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
 
 def create_trainer(spec: TrainerSpec, rank: RankSpec) -> Trainer:

@@ -61,14 +61,57 @@ def load(
         _sharded(model, optimizer, common, distributed_optimizer, loading=True), directory
     )
     model.load_state_dict(state["model"])
+    if distributed_optimizer:
+        for one in _parts(optimizer):
+            _keep_adam_steps(one)
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
+    for one in _parts(optimizer):  # restored, every parameter of a group has the same tensor as its step counter
+        for adam in one.optimizer.state.values():
+            if torch.is_tensor(adam.get("step")):
+                adam["step"] = adam["step"].clone()
     return saved
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _keep_adam_steps(optimizer: Any) -> None:
+    """Torch's AdamW, used where apex and Transformer Engine are absent, has a `step` for each parameter.
+
+    The fully reshardable format does not: it is restored with the parameter groups, before the parameters' states are
+    copied. Megatron looks for it among those states, so hand it what is there already.
+    """
+    copy_states = type(optimizer)._set_main_param_and_optimizer_states
+
+    def copy_all_but_step(model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[model_param]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        copy_states(optimizer, model_param, ({"step": state["step"]} if "step" in state else {}) | tensors)
+
+    optimizer._set_main_param_and_optimizer_states = copy_all_but_step
+
+
+def _count_padding(optimizer: Any) -> None:
+    """Have Megatron gather its state buffers with their padding.
+
+    Without it, it packs the buckets of a buffer tightly but slices parameters at their padded offsets: where a bucket
+    ends in padding (tied embeddings under PP have one of their own), states of later parameters come out shifted.
+    """
+    for buffer in optimizer.buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _sharded(model: Any, optimizer: Any, common: dict[str, Any], distributed: bool, *, loading: bool) -> dict[str, Any]:
     shards = model.sharded_state_dict()
-    kwargs = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if distributed else {}
+    kwargs = {}
+    if distributed:
+        kwargs = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
+        for one in _parts(optimizer):
+            _count_padding(one)
     return {
         "model": shards,
         "optimizer": optimizer.sharded_state_dict(shards, is_loading=loading, **kwargs),

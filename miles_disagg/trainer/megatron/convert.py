@@ -117,8 +117,10 @@ def slots(model: torch.nn.Module, hf: HfModelConfig) -> list[Slot]:
 
 @torch.no_grad()
 def import_weights(model: torch.nn.Module, checkpoint: Checkpoint, hf: HfModelConfig, layout: Layout) -> None:
-    """Fill this rank's parameters, reading only the slices it needs, and mark how each is split over TP ranks."""
-    check_checkpoint(checkpoint, hf)
+    """Fill this rank's parameters, reading only the slices it needs, and mark how each is split over TP ranks.
+
+    The checkpoint has passed `check_checkpoint`.
+    """
     for slot in slots(model, hf):
         tensors = [_read(checkpoint, name) for name in slot.hf_names]
         slot.param.copy_(_shard(tensors, slot.kind, hf, layout.tp, layout.tp_size, slot.param.shape))

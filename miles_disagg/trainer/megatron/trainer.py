@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -41,7 +42,7 @@ from miles_disagg.trainer.megatron.step import (
     train_pass,
 )
 from miles_disagg.trainer.schedule import learning_rate
-from miles_disagg.weights.checkpoint import open_checkpoint
+from miles_disagg.weights.checkpoint import Checkpoint, open_checkpoint
 
 
 class MegatronTrainer:
@@ -57,27 +58,35 @@ class MegatronTrainer:
         problems = self.hf.layout_problems(spec.tensor_parallel, spec.pipeline_parallel)
         if problems:
             raise ValueError("; ".join(problems))
-        self.layout = parallel.initialize(spec, rank)
         self.optimizer_steps = 0
-        self.config = transformer_config(self.hf, spec, self.layout)
         with open_checkpoint(spec.hf_checkpoint) as checkpoint:
-            self.model = build_model(self.hf, self.config, self.layout)
-            convert.import_weights(self.model, checkpoint, self.hf, self.layout)
+            convert.check_checkpoint(checkpoint, self.hf)
             self._dtypes = {n: convert.TORCH_DTYPES[checkpoint.tensors[n].dtype] for n in convert.hf_shapes(self.hf)}
-            self._base: torch.nn.Module | None = None
-            if spec.loss.kl_coef:
-                self._base = build_model(self.hf, self.config, self.layout).eval().requires_grad_(False)
-                convert.import_weights(self._base, checkpoint, self.hf, self.layout)
+            self.layout = parallel.initialize(spec, rank)
+            try:
+                self._build(checkpoint)
+            except BaseException:
+                parallel.shutdown()
+                raise
+
+    def _build(self, checkpoint: Checkpoint) -> None:
+        """The model with its weights, the frozen base if the loss needs one, gradient buffers and optimizer."""
+        self.config = transformer_config(self.hf, self.spec, self.layout)
+        self.model = build_model(self.hf, self.config, self.layout)
+        convert.import_weights(self.model, checkpoint, self.hf, self.layout)
+        self._base: torch.nn.Module | None = None
+        if self.spec.loss.kl_coef:
+            self._base = build_model(self.hf, self.config, self.layout).eval().requires_grad_(False)
+            convert.import_weights(self._base, checkpoint, self.hf, self.layout)
         self._ddp = DistributedDataParallel(
             self.config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                use_distributed_optimizer=spec.use_distributed_optimizer,
-                check_for_nan_in_grad=True,
+                use_distributed_optimizer=self.spec.use_distributed_optimizer,
             ),
             self.model,
         )
-        self._optimizer: Any = get_megatron_optimizer(_optimizer_config(spec), [self._ddp])
+        self._optimizer: Any = get_megatron_optimizer(_optimizer_config(self.spec), [self._ddp])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self._optimizer.scale_loss
 
@@ -125,11 +134,7 @@ class MegatronTrainer:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = train_pass(self._ddp, micros, self._scorer(), loss, len(names), self.layout).tolist()
-        if not all(map(math.isfinite, sums)):
-            bad = [name for name, value in zip(names, sums, strict=True) if not math.isfinite(value)]
-            raise FloatingPointError(
-                f"{', '.join(bad)} not finite in optimizer step {self.optimizer_steps}: not applied"
-            )
+        self._check_finite(dict(zip(names, sums, strict=True)))
         lr = learning_rate(self.spec.optimizer, self.optimizer_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -141,6 +146,17 @@ class MegatronTrainer:
             "train/lr": lr,
             "train/micro_batches": float(len(micros)),
         }
+
+    def _check_finite(self, sums: Mapping[str, float]) -> None:
+        """FloatingPointError on every rank alike, before anything is updated."""
+        gradients = torch.stack([buffer.grad_data.sum() for buffer in getattr(self._ddp, "buffers")])  # noqa: B009
+        total = gradients.sum()
+        dist.all_reduce(total)
+        bad = [name for name, value in ({**sums, "gradient": total.item()}).items() if not math.isfinite(value)]
+        if bad:
+            raise FloatingPointError(
+                f"{', '.join(bad)} not finite in optimizer step {self.optimizer_steps}: the step was not applied"
+            )
 
     def _score(self, model: torch.nn.Module, batch: Sequence[TrainSample]) -> torch.Tensor:
         offsets = response_offsets(batch)
