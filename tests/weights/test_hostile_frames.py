@@ -89,8 +89,8 @@ def test_a_frame_of_another_tensor_is_refused(encoding):
 FAR = b"\xff\xf0" * 40 + b"\xfe" * 10 + bytes(100)
 
 
-def class_row(count, gap_bytes, wide=0, threshold=0):
-    return struct.pack("<QIII", threshold, count, gap_bytes, wide)
+def class_row(count, gap_bytes, wide=0, threshold=0, bits=0):
+    return struct.pack("<QIIHH", threshold, count, gap_bytes, wide, bits)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,7 @@ def class_row(count, gap_bytes, wide=0, threshold=0):
         (BLOCK.pack(1, 1, 0, 5) + class_row(5, 4) + bytes(4), "not well-formed"),
         (BLOCK.pack(1, 1, 0, 1) + class_row(1, 41) + b"\xff" * 40 + b"\0" + bytes(2), "not well-formed"),
         (BLOCK.pack(1, 1, 0, 50) + class_row(50, 90) + FAR, "beyond the block"),
+        (BLOCK.pack(1, 1, 0, 1) + class_row(1, 1, bits=3) + bytes(3), "3 bits"),
         (BLOCK.pack(1, 2, 0, 2) + class_row(1, 1) + class_row(1, 1), "does not add up"),
         (BLOCK.pack(1, 2, 0, 1) + class_row(0, 0) + class_row(1, 1, threshold=0x7000) + bytes(3), "beyond the block"),
     ],

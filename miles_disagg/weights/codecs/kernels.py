@@ -11,10 +11,13 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 GROUP = 64  # elements per mask
 _NEVER = 1 << 62
+# The mask loop stalls on mispredicted branches and scattered writes miss the cache: fetching ahead hides both.
+_AHEAD_BYTES, _AHEAD_ELEMENTS = 8192, 32
 _I1, _I64 = ir.IntType(1), ir.IntType(64)
 
 
@@ -103,6 +106,21 @@ def _narrow(typingctx, value, zero):
 
 
 @intrinsic
+def _prefetch(typingctx, address):
+    """Ask for a cache line that is about to be read and written; any address is allowed."""
+
+    def codegen(context, builder, signature, args):
+        pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prototype = ir.FunctionType(ir.VoidType(), [pointer, int32, int32, int32])
+        function = cgutils.get_or_insert_function(builder.module, prototype, "llvm.prefetch.p0")
+        flags = [ir.Constant(int32, value) for value in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], pointer), *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), codegen
+
+
+@intrinsic
 def _lowest_bit(typingctx, mask):
     """Index of the lowest set bit of a non-zero mask."""
 
@@ -123,6 +141,7 @@ def _count_bits(typingctx, mask):
 
 
 _jit = njit(nogil=True, cache=True, boundscheck=False)
+_inline = njit(nogil=True, cache=True, boundscheck=False, inline="always")  # a call would count references per group
 
 
 @_jit
@@ -137,8 +156,12 @@ def scan(old, new, begin, end, zero, finite_mask, positions, planes, n) -> tuple
     full = begin + (end - begin) // GROUP * GROUP
     bad = 0
     for at in range(begin, end, GROUP):
+        here = np.uint64(at) * width
+        for line in range(np.int64(width)):
+            _prefetch(a + here + np.uint64(_AHEAD_BYTES + 64 * line))
+            _prefetch(b + here + np.uint64(_AHEAD_BYTES + 64 * line))
         if at < full:
-            mask = _differ(a + np.uint64(at) * width, b + np.uint64(at) * width, zero)
+            mask = _differ(a + here, b + here, zero)
         else:
             mask = np.uint64(0)
             for j in range(at, end):
@@ -173,6 +196,8 @@ def add_differences(target, positions, order, zero, planes):
     width, one = _width(zero), np.uint64(1)
     a = np.uint64(target)
     for i in range(positions.size):
+        if i + _AHEAD_ELEMENTS < positions.size:
+            _prefetch(a + np.uint64(positions[i + _AHEAD_ELEMENTS]) * width)
         j = np.int64(order[i]) if order.size else i
         folded = np.uint64(0)
         for plane in range(np.int64(width)):
@@ -259,6 +284,22 @@ def unpack_gaps(low, high, wide, gaps, limit):
 
 
 @_jit
+def pack_values(values, bits, packed):
+    """values (u1, 1 to 2**bits) minus one, `bits` bits each (1, 2 or 4), lowest first; `packed` is zeroed."""
+    per_byte = 8 // bits
+    for i in range(values.size):
+        packed[i // per_byte] |= (values[i] - 1) << (bits * (i % per_byte))
+
+
+@_jit
+def unpack_values(packed, bits, values):
+    """Undo `pack_values`."""
+    per_byte, low = 8 // bits, (1 << bits) - 1
+    for i in range(values.size):
+        values[i] = ((packed[i // per_byte] >> (bits * (i % per_byte))) & low) + 1
+
+
+@_jit
 def positions_to_gaps(positions, gaps):
     """Distances between ascending positions, minus one; the first counts from -1."""
     last = np.int64(-1)
@@ -321,8 +362,9 @@ def class_positions(old, elements, zero, keep, thresholds, gaps, starts, counts,
         _class_masks(a + np.uint64(at) * width, min(GROUP, elements - at), keep, thresholds, masks)
         due = np.uint64(0)
         for c in range(number):
-            left[c] -= _count_bits(masks[c])
-            due |= np.uint64(left[c] < 0) << np.uint64(c)
+            rest = left[c] - _count_bits(masks[c])
+            left[c] = rest
+            due |= (np.uint64(rest) >> np.uint64(63)) << np.uint64(c)
         while due:
             c = _lowest_bit(due)
             due &= due - one
@@ -341,7 +383,7 @@ def class_positions(old, elements, zero, keep, thresholds, gaps, starts, counts,
     return n
 
 
-@_jit
+@_inline
 def _class_masks(address, elements, keep, thresholds, masks):
     """masks[c]: which of the up to 64 elements from `address` on belong to class c."""
     number = thresholds.size
@@ -359,7 +401,7 @@ def _class_masks(address, elements, keep, thresholds, masks):
             masks[_class_of(value, thresholds)] |= np.uint64(1) << np.uint64(j)
 
 
-@_jit
+@_inline
 def _class_of(value, thresholds):
     c = 0
     for i in range(1, thresholds.size):

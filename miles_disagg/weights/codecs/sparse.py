@@ -4,8 +4,8 @@ Frame (little-endian, before compression): header `MDSP`, format version, elemen
 then per block of BLOCK_BYTES a `_BLOCK` record and, by its form,
 
 * EMPTY: nothing changed.
-* SPARSE: a `_CLASS` record per class; per class its gaps (`kernels.pack_gaps`); then plane by plane, class by class,
-  the zigzag differences of the changed elements.
+* SPARSE: a `_CLASS` record per class; per class its gaps (`kernels.pack_gaps`); then per class the zigzag differences
+  of its changed elements, plane by plane, or as packed bits where all are small.
 * DENSE: the zigzag differences of all elements, plane by plane. Chosen where more than half changed. zstd stores what
   it cannot compress, so no frame exceeds the raw bytes by more than 1 % (and a header).
 
@@ -17,6 +17,8 @@ zstd blocks end where streams end, so every stream gets its own entropy table.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ FORMAT_VERSION = 1
 _HEADER = struct.Struct("<4sBBHIQ")
 _MAGIC = b"MDSP"
 _BLOCK = struct.Struct("<BBHI")  # form, classes, 0, changed elements
-_CLASS = np.dtype([("threshold", "<u8"), ("count", "<u4"), ("gap_bytes", "<u4"), ("wide", "<u4")])
+_CLASS = np.dtype([("threshold", "<u8"), ("count", "<u4"), ("gap_bytes", "<u4"), ("wide", "<u2"), ("bits", "<u2")])
 _EMPTY, _SPARSE, _DENSE = 0, 1, 2
 # Our streams have skewed bytes and no repeats: a short match found by chance costs more than its literals. A tiny hash
 # table and long matches leave the work to the entropy coder (5 to 10 % smaller than level 1, and faster both ways).
@@ -40,7 +42,7 @@ _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=
 _HOT_BYTES = 256 << 10  # compared, hashed and gathered while in the second-level cache
 _OWN_ZSTD_BLOCK = 1 << 10  # shorter streams share an entropy table
 _WIDE_FROM = 600  # mean gap above which two bytes a gap are cheaper than escapes
-_MAX_CLASSES = 16
+_MAX_CLASSES = 10
 _CLASSES_FROM = 1 << 14  # elements below which classes cost more than they save
 # dtype -> mantissa bits: a class is an octave of the old value's magnitude.
 _MANTISSA = {"F16": 10, "BF16": 7, "F32": 23, "F64": 52, "F8_E4M3": 3, "F8_E5M2": 2}
@@ -148,19 +150,26 @@ class _BlockEncoder:
             kernels.sort_by_class(classes, np.cumsum(counts) - counts, unsorted, self._planes, gaps, planes)
             table["count"] = counts
         ends = np.cumsum(table["count"], dtype=np.int64)
-        packed = [
-            self._pack(row, gaps[end - row["count"] : end], elements) for row, end in zip(table, ends, strict=True)
-        ]
+        parts = [slice(end - row["count"], end) for row, end in zip(table, ends, strict=True)]
+        streams = [self._pack_gaps(row, gaps[part], elements) for row, part in zip(table, parts, strict=True)]
+        streams += [self._pack_values(row, planes[:, part]) for row, part in zip(table, parts, strict=True)]
         out.write(_BLOCK.pack(_SPARSE, thresholds.size, 0, n))
         out.write(table.tobytes())
-        for low, high in packed:
-            out.write_stream(low)
-            out.write_stream(high)
-        for plane in planes:
-            for row, end in zip(table, ends, strict=True):
-                out.write_stream(plane[end - row["count"] : end])
+        for stream in chain.from_iterable(streams):
+            out.write_stream(stream)
 
-    def _pack(self, row: Any, gaps: np.ndarray, elements: int) -> tuple[np.ndarray, np.ndarray]:
+    def _pack_values(self, row: Any, planes: np.ndarray) -> Sequence[np.ndarray]:
+        """Byte planes of one class's differences; where all are small, as packed bits (most moves are one step)."""
+        count = planes.shape[1]
+        largest = 256 if planes[1:].any() else int(planes[0].max(initial=1))
+        row["bits"] = bits = next((b for b in (1, 2, 4) if largest <= 1 << b), 0)
+        if not bits:
+            return list(planes)
+        packed = np.zeros(-(-count * bits // 8), np.uint8)
+        kernels.pack_values(planes[0], bits, packed)
+        return [packed]
+
+    def _pack_gaps(self, row: Any, gaps: np.ndarray, elements: int) -> tuple[np.ndarray, np.ndarray]:
         total = int(gaps.sum(dtype=np.int64))
         wide = total > _WIDE_FROM * gaps.size
         low = np.empty(gaps.size + (0 if wide else total // 255), np.uint8)
@@ -220,15 +229,19 @@ class _SparseDecoder:
             planes = self._reader.read(block.size).reshape(self._width, elements)
             kernels.add_all_differences(block.ctypes.data, elements, self._zero, planes)
             return
-        positions, order = self._positions(block, classes, n)
-        planes = self._reader.read(self._width * n).reshape(self._width, n)
+        table, positions, order = self._positions(block, classes, n)
+        ends = np.cumsum(table["count"], dtype=np.int64)
+        parts = [slice(end - row["count"], end) for row, end in zip(table, ends, strict=True)]
+        planes = np.zeros((self._width, n), np.uint8)
+        for row, part in zip(table, parts, strict=True):
+            self._read_values(row, planes[:, part])
         kernels.add_differences(block.ctypes.data, positions, order, self._zero, planes)
 
     def finish(self) -> None:
         self._reader.finish()
 
-    def _positions(self, block: np.ndarray, classes: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Changed positions of a SPARSE block, and their index in class order (empty: as they are)."""
+    def _positions(self, block: np.ndarray, classes: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Class table and changed positions of a SPARSE block, and their index in class order (empty: as they are)."""
         elements = block.size // self._width
         if not 1 <= classes <= _MAX_CLASSES:
             raise CheckpointError(f"block claims {classes} classes")
@@ -253,7 +266,17 @@ class _SparseDecoder:
             )
         if found != n:
             raise CheckpointError(f"gaps lead beyond the block's {elements} elements")
-        return positions, order
+        return table, positions, order
+
+    def _read_values(self, row: Any, planes: np.ndarray) -> None:
+        count, bits = planes.shape[1], int(row["bits"])
+        if bits not in (0, 1, 2, 4):
+            raise CheckpointError(f"values of {bits} bits")
+        if bits:
+            kernels.unpack_values(self._reader.read(-(-count * bits // 8)), bits, planes[0])
+        else:
+            for plane in planes:
+                self._reader.read_into(plane)
 
     def _read_gaps(self, row: Any, gaps: np.ndarray, elements: int) -> None:
         total, low_bytes = int(row["gap_bytes"]), gaps.size if row["wide"] else int(row["gap_bytes"])
