@@ -47,6 +47,7 @@ class VersionLedger:
         self._replicas: dict[str, VersionRef | None] = {}
         self._activations: dict[int, Activations] = {}
         self._broken: ClaimConflict | None = None
+        self._released = False
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -64,9 +65,11 @@ class VersionLedger:
         return claim
 
     async def keep_alive(self, ttl: float = DEFAULT_TTL) -> None:
-        """Renew the claim for ever; run it as a task. After a ClaimConflict every further publication is refused."""
+        """Renew the claim until it is released; run it as a task. After a ClaimConflict nothing more is published."""
         while self._store is not None:
             await asyncio.sleep(ttl / 4)
+            if self._released:
+                return
             try:
                 await asyncio.to_thread(self._store.renew, ttl)
             except ClaimConflict as error:
@@ -75,6 +78,7 @@ class VersionLedger:
 
     async def release(self) -> None:
         """End the claim."""
+        self._released = True
         if self._store is not None and self._broken is None:
             await asyncio.to_thread(self._store.release)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class VersionStore:
         self._claim: Claim | None = None
         self._claim_token = ""
         self._pointer: _Pointer | None = None
+        self._renewing = threading.Lock()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -151,21 +153,19 @@ class VersionStore:
 
     def renew(self, ttl: float = DEFAULT_TTL) -> None:
         """Keep the claim alive for `ttl` seconds from now; ClaimConflict if somebody re-claimed the run."""
-        claim = dataclasses.replace(self._held(), expires=time.time() + ttl)
-        key = f"{claim.run_id}/run.json"
-        try:
-            self._claim_token = self.objects.compare_and_swap(key, self._claim_token, claim.to_json())
-        except CasConflict as error:
-            raise self._fenced() from error
-        self._claim = claim
+        with self._renewing:
+            claim = dataclasses.replace(self._held(), expires=time.time() + ttl)
+            key = f"{claim.run_id}/run.json"
+            try:
+                self._claim_token = self.objects.compare_and_swap(key, self._claim_token, claim.to_json())
+            except CasConflict as error:
+                raise self._fenced() from error
+            self._claim = claim if ttl > 0 else None
 
     def release(self) -> None:
-        """End the claim: another run may take over at once."""
+        """End the claim: another run may take over at once. ClaimConflict if it was lost before."""
         if self._claim is not None:
-            try:
-                self.renew(0.0)
-            finally:
-                self._claim = None
+            self.renew(0.0)
 
     # --- publishing -------------------------------------------------------------------------------
 
