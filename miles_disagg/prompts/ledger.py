@@ -37,32 +37,30 @@ class Ledger:
     """Books of all prompts. Not thread-safe: one event loop owns it."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._live: dict[str, Entry] = {}
+        self._done: dict[str, Entry] = {}
         self._finished: Counter[str] = Counter()  # trained, generated, handed_out, retried
         self._dropped: Counter[str] = Counter()  # generated ones, by reason
         self._failed: Counter[str] = Counter()  # never generated, by reason
 
     def __contains__(self, key: str) -> bool:
-        return key in self._entries
+        return key in self._live or key in self._done
 
     def entry(self, key: str) -> Entry:
-        """The entry of a prompt; KeyError when it was never handed out."""
-        return self._entries[key]
+        """The entry of a prompt; KeyError when it was never handed out (or folded away)."""
+        return self._live[key] if key in self._live else self._done[key]
 
     def attempts(self, key: str) -> int:
         """How often a prompt was handed out so far."""
-        return self._entries[key].attempt if key in self._entries else 0
+        return self.entry(key).attempt if key in self else 0
 
     def handed_out(self, key: str) -> int:
         """A prompt goes to generation; returns the attempt number. A dropped prompt may come again (a retry)."""
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = Entry("generating")
-        elif entry.state == "dropped":
-            entry.state, entry.reason, entry.attempt = "generating", None, entry.attempt + 1
-            self._finished["retried"] += 1
-        else:
-            raise LedgerError(f"prompt {key} was handed out again while it is {entry.state}")
+        if key in self and self.entry(key).state != "dropped":
+            raise LedgerError(f"prompt {key} was handed out again while it is {self.entry(key).state}")
+        before = self._done.pop(key, None)
+        self._live[key] = entry = Entry("generating", before.attempt + 1 if before else 1)
+        self._finished["retried"] += before is not None
         self._finished["handed_out"] += 1
         return entry.attempt
 
@@ -82,26 +80,35 @@ class Ledger:
     def trained(self, keys: Iterable[str]) -> None:
         """An optimizer step consumed these groups."""
         for key in keys:
-            self._move(key, "trained", ("taken",))
+            self._done[key] = self._move(key, "trained", ("taken",))
+            del self._live[key]
             self._finished["trained"] += 1
 
     def dropped(self, key: str, reason: str) -> None:
         """The attempt is given up; it will never be trained on."""
-        before = self._entries[key].state if key in self._entries else "unknown"
-        entry = self._move(key, "dropped", LIVE)
+        before = self._live[key].state if key in self._live else "unknown"
+        self._done[key] = entry = self._move(key, "dropped", LIVE)
+        del self._live[key]
         entry.reason = reason
         (self._failed if before == "generating" else self._dropped)[reason] += 1
 
+    def fold(self, before_epoch: int) -> None:
+        """Forget the trained prompts of earlier epochs; their counts stay. Keeps a long run's books small."""
+        self._done = {
+            k: e for k, e in self._done.items() if e.state != "trained" or int(k.split(":")[0]) >= before_epoch
+        }
+
     def _move(self, key: str, state: str, allowed: tuple[str, ...]) -> Entry:
-        entry = self._entries.get(key)
+        entry = self._live.get(key)
         if entry is None or entry.state not in allowed:
-            raise LedgerError(f"prompt {key} is {entry.state if entry else 'unknown'} and cannot become {state}")
+            now = self.entry(key).state if key in self else "unknown"
+            raise LedgerError(f"prompt {key} is {now} and cannot become {state}")
         entry.state = state
         return entry
 
     def totals(self) -> dict[str, Any]:
         """Counts in attempts: `handed_out generating generated queued in_flight trained dropped failed retried`."""
-        live = Counter(e.state for e in self._entries.values() if e.state in LIVE)
+        live = Counter(e.state for e in self._live.values())
         return {
             "handed_out": self._finished["handed_out"],
             "generating": live["generating"],
@@ -124,12 +131,12 @@ class Ledger:
             raise LedgerError(f"the ledger does not balance: {t}")
 
     def unfinished(self) -> list[str]:
-        """Keys of prompts that are neither trained nor dropped, in the order they were first handed out."""
-        return [key for key, entry in self._entries.items() if entry.state in LIVE]
+        """Keys of prompts that are neither trained nor dropped, in the order they were handed out."""
+        return list(self._live)
 
     def dropped_prompts(self) -> dict[str, str]:
         """Prompts that ended dropped, with the reason of the last attempt."""
-        return {k: e.reason or "" for k, e in self._entries.items() if e.state == "dropped"}
+        return {k: e.reason or "" for k, e in self._done.items() if e.state == "dropped"}
 
     def abandon(self, reason: str, keep: Iterable[str] = ()) -> list[str]:
         """After a restart: whatever was unfinished is dropped with `reason`, except `keep`. Returns what was dropped.
@@ -145,7 +152,8 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """JSON-able: everything."""
         return {
-            "entries": {k: asdict(e) for k, e in self._entries.items()},
+            "live": {k: asdict(e) for k, e in self._live.items()},
+            "done": {k: asdict(e) for k, e in self._done.items()},
             "finished": dict(self._finished),
             "dropped": dict(self._dropped),
             "failed": dict(self._failed),
@@ -153,7 +161,8 @@ class Ledger:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`; checks that the books balance."""
-        self._entries = {k: Entry(**e) for k, e in state["entries"].items()}
+        self._live = {k: Entry(**e) for k, e in state["live"].items()}
+        self._done = {k: Entry(**e) for k, e in state["done"].items()}
         self._finished, self._dropped = Counter(state["finished"]), Counter(state["dropped"])
         self._failed = Counter(state["failed"])
         self.check()

@@ -61,7 +61,7 @@ class Producer:
         self._paused = False
         self._held_back = 0  # finished groups that wait for room in the buffer
         self._failure: BaseException | None = None
-        self._queued_total = 0
+        self._queued_total = self._epoch = 0
         self.poison: dict[str, str] = {}
         self.drop_reasons: Counter[str] = Counter()
         buffer.listen(self)
@@ -182,7 +182,13 @@ class Producer:
         return len(self._tasks) + len(self._buffer)
 
     def _next_prompt(self) -> Prompt | None:
-        return self._retries.popleft() if self._retries else self._source.next_prompt()
+        if self._retries:
+            return self._retries.popleft()
+        prompt = self._source.next_prompt()
+        if prompt is not None and prompt.epoch > self._epoch:
+            self._epoch = prompt.epoch
+            self.ledger.fold(before_epoch=prompt.epoch - 1)
+        return prompt
 
     def _launch(self, prompt: Prompt, constraint: Constraint, slots_held: int) -> None:
         attempt = self.ledger.handed_out(prompt.key)

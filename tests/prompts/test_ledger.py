@@ -52,7 +52,7 @@ def test_a_move_that_skips_a_state_is_refused(moves):
 def test_a_prompt_that_vanishes_is_found():
     ledger = Ledger()
     ledger.handed_out("0:1")
-    del ledger._entries["0:1"]
+    del ledger._live["0:1"]
     with pytest.raises(LedgerError, match="does not balance"):
         ledger.check()
 
@@ -69,6 +69,23 @@ def test_a_restart_drops_what_was_unfinished_except_what_was_kept():
     assert copy.totals()["failed"] == {"restart": 2}
     assert copy.totals()["queued"] == 1
     copy.check()
+
+
+def test_folding_forgets_trained_prompts_of_earlier_epochs_and_keeps_their_count():
+    ledger = Ledger()
+    for key in ("0:1", "1:1", "0:2"):
+        ledger.handed_out(key)
+    for key in ("0:1", "1:1"):
+        ledger.generated(key)
+        ledger.queued(key)
+        ledger.taken(key)
+        ledger.trained([key])
+    ledger.dropped("0:2", "aborted")
+    before = ledger.totals()
+    ledger.fold(before_epoch=1)
+    assert ("0:1" in ledger, "1:1" in ledger, "0:2" in ledger) == (False, True, True)
+    assert ledger.totals() == before
+    ledger.check()
 
 
 class Books(RuleBasedStateMachine):
