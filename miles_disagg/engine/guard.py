@@ -28,15 +28,14 @@ def _die_with_guard() -> None:
 
 
 def _others() -> list[int]:
-    """Processes of this group, without this one."""
+    """Live processes of this group, without this one. (Where nobody reaps orphans, zombies stay; they do not count.)"""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                if os.getpgid(int(entry)) == os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as stat:
+                state, _, group = stat.read().rpartition(")")[2].split()[:3]
+                if int(group) == os.getpid() and state != "Z":
                     found.append(int(entry))
-            except OSError:
-                pass
     return found
 
 
