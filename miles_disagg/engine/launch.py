@@ -70,9 +70,13 @@ def embedded(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """The embedded engine in this interpreter."""
+    """The embedded engine in this interpreter.
+
+    A chunk every 8 tokens: a version change always ends a chunk, so token spans stay exact at a fraction of the cost.
+    """
     command = [sys.executable, "-m", "miles_disagg.engine.embedded", "--model-path", str(model_path)]
     command += ["--host", host, "--port", str(port), "--device", device, "--weight-version", weight_version]
+    command += ["--stream-interval", "8"]
     if api_key:
         command += ["--api-key", api_key]
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **(env or {})}
