@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import socket
 import statistics
@@ -74,6 +75,7 @@ async def run_role(role: str, port: int, engine: str, gateway: str) -> None:
     from miles_disagg.replica.replica import Replica, ReplicaSettings
 
     if role == "engine":
+        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # sglang-router probes it for HTTP/2
         runner = web.AppRunner(engine_stub_app(), access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()

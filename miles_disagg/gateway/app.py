@@ -133,6 +133,7 @@ class GatewayApp:
         session_id = request.headers.get("x-session-id")
         if session_id is not None:
             parse_rid(session_id, "x-session-id")
+        rid = body["rid"] if isinstance(body.get("rid"), str) else None
         if body.get("rid") is None:  # so that a retry on another replica is known to be the same request
             rest = raw.lstrip()[1:]
             raw = b'{"rid":"' + parse_rid(None).encode() + (b'",' if len(body) else b'"') + rest
@@ -141,14 +142,14 @@ class GatewayApp:
         scope = asyncio.timeout(self.settings.request)
         try:
             async with scope:
-                return await self._send(request, raw, constraint, session_id)
+                return await self._send(request, raw, constraint, session_id, rid)
         except TimeoutError:
             if not scope.expired():
                 raise
             raise DeadlineExceeded("an answer from a replica", self.settings.request) from None
 
     async def _send(
-        self, request: web.Request, raw: bytes, constraint: Constraint, session_id: str | None
+        self, request: web.Request, raw: bytes, constraint: Constraint, session_id: str | None, rid: str | None
     ) -> web.StreamResponse:
         """Try compatible replicas until one answers; wait a bounded time for one to become compatible."""
         assert self._session is not None
@@ -158,7 +159,7 @@ class GatewayApp:
         rebound: str | None = None
         while True:
             try:
-                pick = self._router.pick(constraint, session_id, excluded)
+                pick = self._router.pick(constraint, session_id, excluded, rid)
             except WeightVersionGone:
                 raise
             except (WeightVersionNotReady, EngineUnavailable) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 import re
 import time
@@ -26,6 +27,7 @@ from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 _URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]{1,255}/?")
+_FEW = 8  # requests on a replica that are no reason to send a rid elsewhere
 _SAMPLE = 16  # members looked at before all of them are, in a large fleet
 
 
@@ -58,9 +60,14 @@ class Member:
     others: int = 0  # requests there that are not ours, at the last heartbeat
 
     @property
+    def taken(self) -> int:
+        """Requests there, ours and others', as far as we know."""
+        return len(self.outstanding) + self.others
+
+    @property
     def load(self) -> float:
-        """Share of its admission limit that is taken, as far as we know."""
-        return (len(self.outstanding) + self.others) / self.max_in_flight
+        """Share of its admission limit that is taken."""
+        return self.taken / self.max_in_flight
 
 
 @dataclass(frozen=True)
@@ -204,8 +211,15 @@ class Router:
 
     # --- choice -------------------------------------------------------------------------------------
 
-    def pick(self, constraint: Constraint, session_id: str | None = None, exclude: Collection[Member] = ()) -> Pick:
-        """A compatible replica: the session's own, else the least loaded.
+    def pick(
+        self,
+        constraint: Constraint,
+        session_id: str | None = None,
+        exclude: Collection[Member] = (),
+        rid: str | None = None,
+    ) -> Pick:
+        """A compatible replica: the session's own, else (small fleets) one chosen by `rid` among those that are not
+        busier than average, so that a rid sent again finds the replica that remembers it, else the least loaded.
 
         Raises WeightVersionNotReady (none is compatible yet), WeightVersionGone (an exact version that nobody can
         reach any more), EngineUnavailable (nobody is here, or everybody compatible is excluded).
@@ -214,13 +228,27 @@ class Router:
             raise EngineUnavailable("no replica is registered with this gateway")
         if session_id is not None:
             return self._pick_for_session(session_id, constraint, exclude)
-        member = self._least_loaded(constraint, exclude)
+        member = self._by_rid(rid, constraint, exclude) if rid is not None else None
+        member = member or self._least_loaded(constraint, exclude)
         if member is None:
             raise self._refusal(constraint)
         return Pick(member)
 
     def _compatible(self, member: Member, constraint: Constraint) -> bool:
         return member.ready and member.run_id == self.run_id and constraint.satisfied_by(member.applied)
+
+    def _by_rid(self, rid: str, constraint: Constraint, exclude: Collection[Member]) -> Member | None:
+        """Rendezvous hashing with bounded loads (Mirrokni et al., 2018): beyond a few requests, nobody gets more than
+        1.25 of its share."""
+        if len(self._list) > 2 * _SAMPLE:
+            return None
+        now = self._clock()
+        fits = [
+            m for m in self._list if m not in exclude and m.suspect_until <= now and self._compatible(m, constraint)
+        ]
+        share = 1.25 * (1 + sum(m.taken for m in fits)) / max(1, sum(m.max_in_flight for m in fits))
+        calm = [m for m in fits if m.taken < max(_FEW, math.ceil(share * m.max_in_flight))]
+        return max(calm, key=lambda m: _weight(rid, m.replica_id), default=None)
 
     def _least_loaded(self, constraint: Constraint, exclude: Collection[Member]) -> Member | None:
         pool = self._list

@@ -181,7 +181,7 @@ class Reconciler:
         before = gate.served
         try:
             async with _deadline("the engine's version", self._settings.engine_deadline):
-                stamp = (await replica.engine.model_info()).get("weight_version")
+                stamp = (await replica.engine.server_info()).get("weight_version")  # asks the scheduler too
         except (EngineError, DeadlineExceeded) as error:
             if not activator.busy and not fenced:
                 gate.fence(f"the engine does not answer: {error}")

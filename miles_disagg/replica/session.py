@@ -83,7 +83,7 @@ class Generation:
                     cursor = max(cursor, self._dropped)
                     chunk = self.shown[cursor - self._dropped]
                     cursor += 1
-                    yield chunk
+                    yield self._stamped(self.flight, chunk) if self.assembler.cumulative and self.flight else chunk
                 if self.task.done():
                     await self.task  # raises what went wrong
                     return
@@ -153,8 +153,8 @@ class Generation:
             raise EngineError(str(error.get("message")), code if isinstance(code, int) else 500)
         shown = self.assembler.add(chunk)
         self._gate.record(flight, self.assembler.tokens, self.assembler.engine_version)
-        if shown is not None:
-            self._show(self._stamped(flight, shown))
+        if shown is not None:  # a cumulative chunk is stamped when somebody looks at it, most are never looked at
+            self._show(shown if self.assembler.cumulative else self._stamped(flight, shown))
 
     async def _resume(self, flight: Flight) -> None:
         """After an interruption: go on under the new weights, end by name, or fail."""

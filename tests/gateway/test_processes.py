@@ -114,6 +114,4 @@ async def test_a_killed_gateway_process_is_replaced_and_rids_keep_their_answers(
     assert complete(answers, 20, service.tokens)
     await service.until_replicas(2)
     again = await asyncio.gather(*(service.post("r0") for _ in range(4)))
-    served_by = {a["meta_info"]["replica_id"] for a in again}
-    assert all(a == first for a in again if a["meta_info"]["replica_id"] == first["meta_info"]["replica_id"])
-    assert served_by <= {"replica-0", "replica-1"}
+    assert all(a == first for a in again)

@@ -144,6 +144,20 @@ def test_gateways_that_never_talked_bind_a_session_to_the_same_replica() -> None
         assert len({r.pick(ANY_VERSION, f"s{i}").member.replica_id for r in routers}) == 1
 
 
+def test_a_rid_finds_its_replica_again_from_any_gateway_and_load_stays_even() -> None:
+    routers = [make()[0] for _ in range(2)]
+    for router in routers:
+        for name in "abc":
+            beat(router, name)
+    for i in range(20):
+        assert len({r.pick(ANY_VERSION, rid=f"r{i}").member.replica_id for r in routers}) == 1
+    for i in range(300):
+        routers[0].pick(ANY_VERSION, rid=f"r{i}").member.outstanding.add(Waiting())
+    taken = [m.taken for m in routers[0].members]
+    assert sum(taken) == 300
+    assert max(taken) <= 1.25 * 101 + 1
+
+
 def test_replicas_of_another_run_are_out_of_rotation() -> None:
     router, _ = make()
     beat(router, "old", 7)
@@ -183,17 +197,24 @@ constraints = st.one_of(
     fleet=st.lists(st.tuples(st.one_of(st.none(), versions), st.booleans(), st.sampled_from(["run", "old"]))),
     constraint=constraints,
     session=st.sampled_from([None, "s", "t"]),
+    copies=st.sampled_from([1, 20]),
+    rid=st.sampled_from([None, "r", "q"]),
     seed=st.integers(0, 100),
 )
 def test_a_pick_always_satisfies_the_constraint_and_a_refusal_means_that_nobody_does(
-    fleet: list[tuple[int | None, bool, str]], constraint: Constraint, session: str | None, seed: int
+    fleet: list[tuple[int | None, bool, str]],
+    constraint: Constraint,
+    session: str | None,
+    rid: str | None,
+    copies: int,
+    seed: int,
 ) -> None:
     router = Router(clock=Clock(), rng=random.Random(seed), run_id="run")
-    for i, (applied, ready, run) in enumerate(fleet * 8):
+    for i, (applied, ready, run) in enumerate(fleet * copies):
         beat(router, f"r{i}", applied, ready=ready and applied is not None, run_id=run)
     fits = [m for m in router.members if m.ready and m.run_id == "run" and constraint.satisfied_by(m.applied)]
     try:
-        picked = router.pick(constraint, session).member
+        picked = router.pick(constraint, session, rid=rid).member
     except (WeightVersionNotReady, WeightVersionGone, EngineUnavailable):
         assert not fits
     else:
