@@ -170,7 +170,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="miles-disagg store", description="look into a version store")
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "miles-disagg store", description="look into a version store", formatter_class=plain
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {
         "ls": "runs and versions",
@@ -194,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["export"].add_argument("--output", type=Path, required=True, help="new directory")
     commands.choices["gc"].add_argument("--keep", type=int, required=True, help="newest versions to keep buildable")
     commands.choices["gc"].add_argument("--dry-run", action="store_true")
+    parser.epilog = "".join(command.format_usage() for command in commands.choices.values())
     return parser
 
 
