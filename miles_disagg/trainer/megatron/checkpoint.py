@@ -6,6 +6,7 @@ Model, optimizer and the step count. There is no random number in a step (no dro
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from miles_disagg.domain.errors import CheckpointError
 
@@ -32,6 +35,7 @@ def save(directory: str, model: Any, optimizer: Any, common: dict[str, Any], dis
     if dist.get_rank() == 0:
         partial.mkdir(parents=True)
     dist.barrier()
+    _write_in_this_process()
     try:
         dist_checkpointing.save(_sharded(model, optimizer, common, distributed_optimizer, loading=False), str(partial))
         dist.barrier()
@@ -42,6 +46,29 @@ def save(directory: str, model: Any, optimizer: Any, common: dict[str, Any], dis
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _write_in_this_process() -> None:
+    """Have Megatron write its files here, one after another.
+
+    By default it spawns a manager (which imports the main module again: 5 to 20 s, or a hang where that is not guarded)
+    and forks writers out of a process that is full of communication threads.
+    """
+
+    def write(transforms: Any, use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
+        written: Any = {}
+        for index, bucket in enumerate(write_buckets):
+            outcome, count = queue.SimpleQueue(), queue.Queue()
+            count.put(index)
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, count, True)  # type: ignore[arg-type]
+            _, written[index] = outcome.get()
+            if isinstance(written[index], Exception):
+                written = written[index]
+                break
+        results.put(written)
+
+    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)  # type: ignore[assignment]
+    filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 
 def load(
