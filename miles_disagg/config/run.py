@@ -54,7 +54,7 @@ class RunConfig(Section):
     @property
     def checkpoint(self) -> Path:
         """Directory of the base checkpoint, version 0."""
-        return Path(_settled(self.model.hf_checkpoint, "--hf-checkpoint"))
+        return Path(_settled(self.model.hf_checkpoint, "--hf-checkpoint")).expanduser()
 
     @property
     def num_rollout(self) -> int:
