@@ -19,11 +19,11 @@ class GroupSpec:
     backend: str
 
 
-class UpdateTarget(Protocol):
-    """One engine as the publisher sees it. Backed by a Ray actor handle or by an engine's HTTP routes.
+class BucketTarget(Protocol):
+    """What a source rank needs of one engine: to meet it in a group and have it receive buckets.
 
-    An update is `begin_update`, `init_group` per source, `receive_bucket` any number of times, then `finish_update`
-    or `abort_update`. Every method raises `EngineError` (or a subclass) when the engine refuses.
+    Backed by a Ray actor handle or by an engine's HTTP routes. Every method raises `EngineError` (or a subclass) when
+    the engine refuses.
     """
 
     @property
@@ -34,10 +34,6 @@ class UpdateTarget(Protocol):
     @property
     def num_ranks(self) -> int:
         """Ranks this engine contributes to a group (its tensor parallel size)."""
-        ...
-
-    async def begin_update(self, version: str) -> None:
-        """Fence or pause: from here to `finish_update` no token may be generated with half-updated weights."""
         ...
 
     async def init_group(self, group: GroupSpec) -> None:
@@ -56,12 +52,21 @@ class UpdateTarget(Protocol):
         """Receive and load one bucket: torch dtype names (`bfloat16`); `load_format` None or `flattened_bucket`."""
         ...
 
-    async def finish_update(self, version: str) -> None:
-        """All buckets arrived: stamp `version`, resume. Until it returns the engine advertises the old version."""
-        ...
-
     async def destroy_group(self, group_name: str) -> None:
         """Leave `group_name`; a group that never formed is no error."""
+        ...
+
+
+class UpdateTarget(BucketTarget, Protocol):
+    """One engine as the coordinator sees it: `begin_update`, buckets from every source, `finish_update` or
+    `abort_update`."""
+
+    async def begin_update(self, version: str) -> None:
+        """Fence or pause: from here to `finish_update` no token may be generated with half-updated weights."""
+        ...
+
+    async def finish_update(self, version: str) -> None:
+        """All buckets arrived: stamp `version`, resume. Until it returns the engine advertises the old version."""
         ...
 
     async def abort_update(self, reason: str) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, PublicationFailed
 from miles_disagg.engine.tensors import dtype_name, unflatten
-from miles_disagg.publish.base import GroupSpec, UpdateTarget
+from miles_disagg.publish.base import BucketTarget, GroupSpec, UpdateTarget
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
 _GRACE_SECONDS = 5.0  # the store's own deadline passes first, and says how many ranks came
@@ -99,7 +99,7 @@ class BroadcastSource:
         self._staged.append(_Staged(flat, metas))
         self._export_seconds += time.monotonic() - started
 
-    async def send(self, version: str, targets: Sequence[UpdateTarget]) -> Mapping[str, float]:
+    async def send(self, version: str, targets: Sequence[BucketTarget]) -> Mapping[str, float]:
         """Meet the targets' ranks in a fresh group and send every staged bucket; `perf/update_weights_*` metrics.
 
         The targets are between `begin_update` and `finish_update`. Raises DeadlineExceeded if they do not meet, or
@@ -125,7 +125,7 @@ class BroadcastSource:
         """Drop what was staged without sending it (the publication was abandoned)."""
         self._idle.set()
 
-    async def _meet(self, targets: Sequence[UpdateTarget]) -> tuple[str, Any]:
+    async def _meet(self, targets: Sequence[BucketTarget]) -> tuple[str, Any]:
         """The group's name and the group. All ranks have connected to our store before the group is formed."""
         name, world = f"weights-{secrets.token_hex(6)}", 1 + sum(t.num_ranks for t in targets)
         meeting = _Meeting(self._address, world, timedelta(seconds=self._timeout))
@@ -151,7 +151,7 @@ class BroadcastSource:
         return name, group
 
     async def _send_bucket(
-        self, staged: _Staged, name: str, group: Any, version: str, targets: Sequence[UpdateTarget]
+        self, staged: _Staged, name: str, group: Any, version: str, targets: Sequence[BucketTarget]
     ) -> None:
         names = [n for n, _, _ in staged.metas]
         dtypes = [dtype_name(d) for _, d, _ in staged.metas]
@@ -173,7 +173,7 @@ class BroadcastSource:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    async def _leave(self, name: str, group: Any, targets: Sequence[UpdateTarget]) -> None:
+    async def _leave(self, name: str, group: Any, targets: Sequence[BucketTarget]) -> None:
         """Both sides leave. Failures here are not news: the send has succeeded or has failed already."""
         left = [_task(t.destroy_group(name)) for t in targets]
         done, pending = await asyncio.wait(left, timeout=self._timeout) if left else (set(), set())
@@ -231,7 +231,7 @@ class _Meeting:
         self._socket.close()
 
 
-Send = Callable[[str, Sequence[UpdateTarget]], Awaitable[Mapping[str, float]]]
+Send = Callable[[str, Sequence[BucketTarget]], Awaitable[Mapping[str, float]]]
 
 
 async def broadcast_version(version: str, sends: Sequence[Send], targets: Sequence[UpdateTarget]) -> dict[str, float]:
