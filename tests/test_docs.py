@@ -19,15 +19,9 @@ from tests.fakes.checkpoints import write_tiny_checkpoint
 ROOT = Path(__file__).parents[1]
 PAGES = [p for p in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
 SHELL = {"bash", "sh", "shell", "console"}
-# Flags of programs that are not ours and may be named in prose.
-FOREIGN = {
-    "--working-dir",
-    "--head",
-    "--address",
-    "--dashboard-host",
-    "--custom-weight-loader",
-    "--disable-radix-cache",
-}
+# Flags of Ray and SGLang that prose may name.
+FOREIGN = {"--working-dir", "--head", "--address", "--dashboard-host"}
+FOREIGN |= {"--custom-weight-loader", "--disable-radix-cache", "--sleep-on-idle", "--mem-fraction-static"}
 # Programs whose own options are their business.
 OTHERS = {
     "git",
@@ -42,7 +36,7 @@ OTHERS = {
     "tail",
     "curl",
     "tensorboard",
-    "sglang",
+    "pytest",
 }
 
 
