@@ -6,6 +6,7 @@ Nothing heavy is imported before the command line has been understood.
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from miles_disagg.domain.errors import ConfigError, MilesDisaggError
 
@@ -18,10 +19,13 @@ def train(argv: Sequence[str]) -> int:
     """Check a run and start it; with --dry-run, print its placement instead."""
     from miles_disagg.config.flags import parse_run
     from miles_disagg.config.machine import Machine
+    from miles_disagg.config.model import QUICKSTART
     from miles_disagg.config.placement import plan_placement
     from miles_disagg.config.resolve import joins_cluster, resolve
 
     config = parse_run(argv)
+    if config.model.hf_checkpoint == QUICKSTART:
+        _make_quickstart(config.checkpoint)
     machine = None if joins_cluster(config) else Machine.local()
     from miles_disagg.cluster.preflight import preflight
 
@@ -41,6 +45,15 @@ def train(argv: Sequence[str]) -> int:
     from miles_disagg.train_async import run
 
     return run(config)
+
+
+def _make_quickstart(path: Path) -> None:
+    """Make the quickstart's model if it is not there yet."""
+    from miles_disagg.prompts.quickstart import make_quickstart
+
+    if not path.is_dir():
+        print(f"making the quickstart's model in {path} (about half a minute, once)", file=sys.stderr, flush=True)
+    make_quickstart(path)
 
 
 COMMANDS = {

@@ -67,8 +67,7 @@ def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
         return None, []
     path, trainer = config.checkpoint, config.trainer
     if not path.is_dir():
-        make = f"; make it: python scripts/make_quickstart_model.py --output {path}"
-        return None, [f"--hf-checkpoint {path}: no such directory{make if path.name == 'quickstart-model' else ''}"]
+        return None, [f"--hf-checkpoint {path}: no such directory"]
     problems: list[str] = []
     model = None
     try:

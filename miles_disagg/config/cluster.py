@@ -51,7 +51,7 @@ class OutputConfig(Section):
     """What the run is called and what it leaves behind."""
 
     run_dir: str | None = None
-    """Directory of the run's configuration, metrics, samples, logs; unset: runs/RUN_ID."""
+    """Directory of what the run leaves behind; unset: runs/RUN_ID, for a Ray job ~/miles-disagg-runs/RUN_ID."""
     run_id: str | None = None
     """Name of the run and of its versions' lineage; unset: made from the time."""
     dry_run: bool = False

@@ -1,15 +1,25 @@
 """Model, prompts, rewards and evaluation: what is trained, on what, and how it is judged."""
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from miles_disagg.config.base import NonNegativeFloat, PositiveInt, Probability, Section
+
+QUICKSTART = "builtin:quickstart"
+"""Value of --hf-checkpoint for the quickstart's tiny model, made on first use."""
+
+
+def quickstart_directory() -> Path:
+    """Where the quickstart's model is kept: outside the checkout, so that a Ray job finds it too."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "miles-disagg" / "quickstart"
 
 
 class ModelConfig(Section):
     """The model: a Hugging Face checkpoint directory."""
 
     hf_checkpoint: str | None = None
-    """Checkpoint directory (config.json, safetensors, tokenizer); version 0 of every run started from it."""
+    """Checkpoint directory (config.json, safetensors, tokenizer), version 0 of the run; or `builtin:quickstart`."""
 
 
 class DataConfig(Section):

@@ -15,7 +15,7 @@ def resolve(config: RunConfig, gpus: int | None = None) -> RunConfig:
     gpus: GPUs in reach (of this machine, or of the Ray cluster); None: unknown, `--trainer-device auto` stays.
     """
     run_id = config.output.run_id or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    run_dir = Path(config.output.run_dir or Path("runs") / run_id).expanduser().absolute()
+    run_dir = Path(config.output.run_dir or _runs() / run_id).expanduser().absolute()
     flags: dict[str, object] = {
         "run_id": run_id,
         "run_dir": str(run_dir),
@@ -44,6 +44,11 @@ def joins_cluster(config: RunConfig, environ: Mapping[str, str] = os.environ) ->
     return config.cluster.ray_address not in (None, "local") or (
         config.cluster.ray_address is None and bool(environ.get("RAY_ADDRESS"))
     )
+
+
+def _runs(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where runs go by default: here, or in the home directory for a submitted Ray job, whose folder is thrown away."""
+    return Path("~/miles-disagg-runs") if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ else Path("runs")
 
 
 def is_url(place: str) -> bool:

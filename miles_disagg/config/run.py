@@ -9,7 +9,14 @@ from typing import TypeVar
 
 from miles_disagg.config.base import Section
 from miles_disagg.config.cluster import ClusterConfig, OutputConfig, TimeoutConfig
-from miles_disagg.config.model import DataConfig, EvalConfig, ModelConfig, RewardConfig
+from miles_disagg.config.model import (
+    QUICKSTART,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    quickstart_directory,
+)
 from miles_disagg.config.rollout import EngineConfig, PacingConfig, RolloutConfig
 from miles_disagg.config.trainer import LossConfig, OptimizerConfig, TrainerConfig
 from miles_disagg.config.weights import WeightsConfig
@@ -54,7 +61,8 @@ class RunConfig(Section):
     @property
     def checkpoint(self) -> Path:
         """Directory of the base checkpoint, version 0."""
-        return Path(_settled(self.model.hf_checkpoint, "--hf-checkpoint")).expanduser()
+        given = _settled(self.model.hf_checkpoint, "--hf-checkpoint")
+        return quickstart_directory() if given == QUICKSTART else Path(given).expanduser()
 
     @property
     def num_rollout(self) -> int:

@@ -20,7 +20,7 @@ def check_run_id(run_id: str) -> str:
     """Return `run_id` if it is legal, else raise InvalidVersionRef."""
     if not isinstance(run_id, str) or not RUN_ID_PATTERN.fullmatch(run_id) or ".." in run_id:
         raise InvalidVersionRef(
-            f"run id {run_id!r} is not legal: 1 to 64 of letters, digits, '.', '_', '-', starting with a letter or digit"
+            f"run id {run_id!r} is not legal: 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
         )
     return run_id
 
