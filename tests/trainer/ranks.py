@@ -15,6 +15,11 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+import torch
+
+from miles_disagg.trainer.base import RankSpec
+
 SCENARIOS = "tests.trainer.scenarios"
 
 
@@ -27,7 +32,12 @@ class Job:
 
 
 def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> dict[str, list[Any]]:
-    """Results by job name and rank. The first exception on any rank ends all of them and fails the test."""
+    """Results by job name and rank. The first exception on any rank ends all of them and fails the test.
+
+    On a machine with CUDA every rank takes a GPU, and the test is skipped if there are too few.
+    """
+    if 0 < torch.cuda.device_count() < world_size:
+        pytest.skip(f"{world_size} ranks need {world_size} GPUs (or a machine without any), here are too few")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([SCENARIOS])
     results: Any = context.Queue()
@@ -69,14 +79,10 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _rank_main(rank: int, world_size: int, ports: list[int], jobs: dict[str, Job], results: Any) -> None:
-    import torch
-
     torch.set_num_threads(1)
-    from miles_disagg.trainer.base import RankSpec
-
     scenarios = importlib.import_module(SCENARIOS)
     for port, (name, job) in zip(ports, jobs.items(), strict=True):
-        spec = RankSpec(rank, world_size, "127.0.0.1", port)
+        spec = RankSpec(rank, world_size, "127.0.0.1", port, local_rank=rank)
         try:
             results.put((rank, name, True, getattr(scenarios, job.scenario)(rank=spec, **job.arguments)))
         except BaseException:

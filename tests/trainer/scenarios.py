@@ -30,7 +30,7 @@ def exported(trainer: MegatronTrainer, bucket_bytes: int = 1 << 12) -> dict[str,
         assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= bucket_bytes
         for name, tensor in bucket:
             assert name not in out
-            out[name] = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().copy()
+            out[name] = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().copy()
 
     trainer.export(sink, bucket_bytes)
     return out
@@ -66,7 +66,7 @@ def logits(trainer: MegatronTrainer, sample: TrainSample) -> np.ndarray | None:
         return None
     parts = [torch.empty_like(outputs[0]) for _ in range(layout.tp_size)]
     dist.all_gather(parts, outputs[0].contiguous(), group=layout.tp_group)
-    return torch.cat(parts, -1)[0, :, : trainer.hf.vocab_size].numpy()
+    return torch.cat(parts, -1)[0, :, : trainer.hf.vocab_size].cpu().numpy()
 
 
 def gradients(trainer: MegatronTrainer, batch: Sequence[TrainSample]) -> dict[str, np.ndarray]:
@@ -79,7 +79,7 @@ def gradients(trainer: MegatronTrainer, batch: Sequence[TrainSample]) -> dict[st
     if trainer.layout.dp:
         return {}
     named = convert.gather_weights(trainer.model, trainer.hf, trainer.layout, {}, value=lambda p: vars(p)["main_grad"])
-    return {name: tensor.numpy().copy() for name, tensor in named}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in named}
 
 
 def policy(
@@ -119,7 +119,7 @@ def vocab_parallel(rank: RankSpec, vocab_size: int, padded: int, temperature: fl
     """Logprobs, entropies and logit gradients of a random case, with the vocabulary split over all ranks."""
     layout = parallel.initialize(TrainerSpec("", tensor_parallel=rank.world_size), rank)
     try:
-        full, targets, weights = vocab_case(vocab_size, padded)
+        full, targets, weights = (t.to(layout.device) for t in vocab_case(vocab_size, padded))
         local = full.chunk(rank.world_size, 1)[rank.rank].clone().requires_grad_()
         before = local.detach().clone()
         logp, entropy = logprobs_and_entropy(
@@ -129,9 +129,9 @@ def vocab_parallel(rank: RankSpec, vocab_size: int, padded: int, temperature: fl
         (logp * weights[0] + entropy * weights[1]).sum().backward()
         assert local.grad is not None
         return {
-            "logp": logp.detach().numpy(),
-            "entropy": entropy.detach().numpy(),
-            "grad": local.grad.numpy(),
+            "logp": logp.detach().cpu().numpy(),
+            "entropy": entropy.detach().cpu().numpy(),
+            "grad": local.grad.cpu().numpy(),
             "untouched": torch.equal(local.detach(), before),
         }
     finally:
