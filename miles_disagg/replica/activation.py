@@ -128,7 +128,6 @@ class Activator:
             paused_at = self._clock()
             try:
                 restarted = await self._pause()
-                self.whole = False
                 await self._within(self._loader.load(self._engine, target), self._limits.load, f"loading {target.ref}")
                 await self._serve(target.ref)
             except Exception as error:

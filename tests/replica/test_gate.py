@@ -162,6 +162,15 @@ async def test_a_newer_run_closes_the_gate_for_every_constraint() -> None:
         gate.try_admit("r", ANY_VERSION)
 
 
+async def test_even_the_same_version_loaded_again_has_its_own_cache_key() -> None:
+    gate = Gate(4)
+    keys = set()
+    for _ in range(3):
+        gate.open(ref(1))
+        keys.add(gate.cache_key)
+    assert len(keys | {Gate(4).cache_key}) == 4
+
+
 async def test_waiting_for_an_activation_ends_with_its_deadline() -> None:
     gate = Gate(4)
     gate.open(ref(0))
