@@ -220,7 +220,7 @@ def heal(world: World, operation: Callable[[], object]) -> list[str]:
     if latest is not None:
         collect(world.store(), RUN, keep=2, stale_after=0, now=time.time() + 1e6)
     strays = [p for p in (Path(world.url) / ".store" / "tmp").glob("*")]
-    strays += [p for p in Path(world.url).rglob("leases/*")]
+    strays += [p for pattern in ("leases/*", "_probes/*") for p in Path(world.url).rglob(pattern)]
     strays += [p for p in (world.root / "replica").iterdir() if not _belongs(p, path)]
     strays += [p for p in path.iterdir() if p.name.startswith(".")]
     return problems + [f"left over: {p.relative_to(world.root)}" for p in strays]

@@ -5,6 +5,7 @@ What a version, a claim or a pointer is lives in `versions`; adapters are `local
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Protocol
 from miles_disagg.domain.errors import CheckpointError, MilesDisaggError
 
 MAX_KEY_BYTES = 1024
+PROBES = "_probes"
+"""Where `check` writes; no run id can be called so."""
 
 
 class StoreError(MilesDisaggError):
@@ -121,6 +124,10 @@ class ObjectStore(Protocol):
         """Remove; no error if absent."""
         ...
 
+    def check(self) -> None:
+        """StoreError unless this store can be written and decides races; called before publishing."""
+        ...
+
     def sweep(self, older_than: float) -> int:
         """Remove what crashed writers left unfinished more than `older_than` seconds ago; return how many."""
         ...
@@ -137,3 +144,21 @@ def open_store(url: str) -> ObjectStore:
     from miles_disagg.store.local import LocalStore
 
     return LocalStore(Path(url.removeprefix("file://")))
+
+
+def check_races(objects: ObjectStore, remedy: str) -> None:
+    """StoreError with `remedy` if the store lets a write through whose condition does not hold."""
+    key = f"{PROBES}/{uuid.uuid4().hex}"
+    try:
+        token = objects.compare_and_swap(key, None, b"1")
+        objects.compare_and_swap(key, token, b"2")
+        for expected in (None, token):
+            try:
+                objects.compare_and_swap(key, expected, b"3")
+            except CasConflict:
+                continue
+            raise StoreError(
+                f"{objects.url} lets a stale write win: two publishers could both move the pointer. {remedy}"
+            )
+    finally:
+        objects.delete(key)

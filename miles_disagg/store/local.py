@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from miles_disagg.domain.errors import CheckpointError, DeadlineExceeded
-from miles_disagg.store.base import CasConflict, ObjectInfo, ObjectNotFound, Stamped, StoreError, check_key
+from miles_disagg.store.base import CasConflict, ObjectInfo, ObjectNotFound, Stamped, StoreError, check_key, check_races
 
 _PRIVATE = ".store"
 _CHUNK = 8 << 20
@@ -139,6 +139,10 @@ class LocalStore:
                 parent.rmdir()
             except OSError:
                 break
+
+    def check(self) -> None:
+        """See ObjectStore. Fails where flock is not supported, or is not exact."""
+        check_races(self, "Mount it with working locks, or use an s3:// store.")
 
     def sweep(self, older_than: float) -> int:
         """See ObjectStore."""

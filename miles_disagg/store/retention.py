@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from miles_disagg.domain.errors import ChainBroken, InvalidVersionRef, VersionNotFound
 from miles_disagg.domain.versions import VersionRef, parse_version_directory
+from miles_disagg.store.base import PROBES
 from miles_disagg.store.leases import live_leases
 from miles_disagg.store.versions import VersionStore, remove_version
 
@@ -59,7 +60,7 @@ def collect(
     """
     now = time.time() if now is None else now
     pointer = store.latest()
-    unfinished = store.objects.sweep(stale_after)
+    unfinished = store.objects.sweep(stale_after) + _old_probes(store, now - stale_after)
     if pointer is None or pointer.run_id != run_id:
         return Collected(unfinished=unfinished)
     removed: list[int] = []
@@ -72,6 +73,13 @@ def collect(
                 remove_version(store.objects, VersionRef(run_id, version))
                 removed.append(version)
     return Collected(tuple(removed), _leftovers(store, run_id, pointer.version), unfinished)
+
+
+def _old_probes(store: VersionStore, before: float) -> int:
+    old = [info.key for info in store.objects.list(PROBES) if info.modified <= before]
+    for key in old:
+        store.objects.delete(key)
+    return len(old)
 
 
 def _without_acknowledged(

@@ -2,7 +2,7 @@
 
 Endpoint, region and credentials come from the usual environment (`AWS_ENDPOINT_URL`, `AWS_REGION`,
 `AWS_ACCESS_KEY_ID`, ...). Races are decided by conditional writes; the store must honour `If-None-Match` and
-`If-Match` (`S3Store.check_conditional_writes` finds out).
+`If-Match` (`S3Store.check` finds out).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import random
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,7 +23,7 @@ from obstore import exceptions
 from obstore import store as obstore_store
 
 from miles_disagg.domain.errors import CheckpointError
-from miles_disagg.store.base import CasConflict, ObjectInfo, ObjectNotFound, Stamped, StoreError, check_key
+from miles_disagg.store.base import CasConflict, ObjectInfo, ObjectNotFound, Stamped, StoreError, check_key, check_races
 
 _PART = 16 << 20
 _READERS = 8
@@ -169,23 +168,9 @@ class S3Store:
         """See ObjectStore. Unfinished multipart uploads are the bucket's lifecycle rule to remove."""
         return 0
 
-    def check_conditional_writes(self) -> None:
-        """Raise StoreError if this server ignores the conditions of a write: then no pointer is safe on it."""
-        key = f"probe-{uuid.uuid4().hex}"
-        try:
-            token = self.compare_and_swap(key, None, b"1")
-            self.compare_and_swap(key, token, b"2")
-            for expected in (None, token):
-                try:
-                    self.compare_and_swap(key, expected, b"3")
-                except CasConflict:
-                    continue
-                raise StoreError(
-                    f"{self.url} ignores If-None-Match/If-Match: two publishers could both win. "
-                    "Use a store with conditional writes (AWS S3, SeaweedFS, MinIO, ...)"
-                )
-        finally:
-            self.delete(key)
+    def check(self) -> None:
+        """See ObjectStore. Some servers that speak S3 ignore `If-None-Match` and `If-Match`."""
+        check_races(self, "Use a server with conditional writes (AWS S3, SeaweedFS, MinIO).")
 
     def _range_of(self, key: str, begin: int, end: int, etag: str | None) -> bytes:
         def fetch() -> bytes:

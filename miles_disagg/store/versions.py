@@ -120,10 +120,11 @@ class VersionStore:
 
         base_digest: digest of the base checkpoint, which is version `boot_version`. owner: token of an earlier claim
         of this run, to resume it; writers of that earlier claim are fenced off. ttl: seconds until the claim lapses
-        unless renewed. Raises ClaimConflict if another live run publishes here or the run id is taken, BaseMismatch if
-        a resumed run has another base.
+        unless renewed. Raises StoreError if the store cannot decide races, ClaimConflict if another live run publishes
+        here or the run id is taken, BaseMismatch if a resumed run has another base.
         """
         check_run_id(run_id)
+        self.objects.check()
         now = time.time()
         pointer = self._read_pointer()
         self._refuse_live_rival(run_id, pointer, now)

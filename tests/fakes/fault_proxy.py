@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 Fault = str
 """`500` `403` (not forwarded), `lose-answer` (forwarded, connection cut), `truncate` `flip` (body), `slow`, `delay`,
-`twice` (forwarded two times)."""
+`twice` (forwarded two times), `unconditional` (forwarded without If-Match and If-None-Match)."""
 
 
 class FaultProxy:
@@ -64,6 +64,8 @@ class FaultProxy:
             return
         if fault == "delay":
             time.sleep(0.3)
+        if fault == "unconditional":
+            del handler.headers["if-match"], handler.headers["if-none-match"]
         if fault == "twice":
             self._forward(handler, body)
         status, headers, data = self._forward(handler, body)

@@ -98,6 +98,15 @@ def test_a_slow_loris_is_cut_off(objects: S3Store, proxy: FaultProxy) -> None:
         S3Store(objects.url, attempts=2, timeout=0.5).get("k")
 
 
+def test_a_server_that_ignores_conditions_is_refused_before_anything_is_published(
+    objects: S3Store, proxy: FaultProxy
+) -> None:
+    proxy.faults = lambda method, path: "unconditional"
+    with pytest.raises(StoreError, match="conditional writes"):
+        VersionStore(objects).claim("run", "digest")
+    assert list(objects.list("")) == []
+
+
 async def test_a_publication_over_a_failing_network_is_whole_or_absent(
     objects: S3Store, proxy: FaultProxy, tmp_path: Path
 ) -> None:
