@@ -188,10 +188,14 @@ def render(
                 add_generation_prompt=True,
                 **(options.chat_template_kwargs or {}),
             )
-        return text, tuple(tokenizer.encode(text, add_special_tokens=not chat))
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=not chat))
     except Exception as error:  # jinja's and the tokenizer's own: whatever it is, this line caused it
         what = "chat template" if chat else "tokenizer"
         raise PromptDataError(f"the {what} refused it: {error}", file=path, line=line) from error
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and unknown != getattr(tokenizer, "eos_token_id", None) and unknown in tokens:
+        raise PromptDataError("it has characters that the tokenizer does not know", file=path, line=line)
+    return text, tokens
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

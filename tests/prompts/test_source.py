@@ -52,7 +52,7 @@ def test_a_row_becomes_a_tokenized_prompt(tmp_path, tokenizer):
         ({"input": 7, "label": "7"}, "line 2: 'input' is neither text nor a list of messages"),
         ({"input": "", "label": "7"}, "line 2: field 'input' is empty"),
         ({"input": "1+1=", "label": "2", "metadata": 3}, "line 2: field 'metadata' is not an object"),
-        ({"input": "x", "label": "2"}, "line 2: the tokenizer refused it"),
+        ({"input": "x", "label": "2"}, "line 2: it has characters that the tokenizer does not know"),
         ({"input": [{"role": "user", "content": "1"}], "label": "2"}, "line 2: the chat template refused it"),
         ({"input": "1" * 40, "label": "2"}, "line 2: prompt has 40 tokens, the context leaves room for 30.*skip"),
     ],
