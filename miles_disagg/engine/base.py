@@ -64,7 +64,7 @@ class Engine(Protocol):
         ...
 
     async def flush_cache(self) -> None:
-        """Drop every cached prefix. EngineError (400) while requests are running or held."""
+        """Drop every cached prefix. EngineError (400) if requests are running or held, also after a short wait."""
         ...
 
     async def abort(self, rid: str | None = None) -> None:
@@ -74,7 +74,9 @@ class Engine(Protocol):
     async def update_from_disk(self, path: str, version: str, *, flush_cache: bool) -> None:
         """Load the complete checkpoint directory `path` (as the engine's host sees it) and stamp it `version`.
 
-        Unpaused, this waits for running requests; paused, it is immediate.
+        Unpaused, this waits for running requests; paused, it is immediate. flush_cache: drop cached prefixes right
+        after; EngineError (400) if new requests keep the engine from it, and then the new weights are served. With
+        requests in flight use False and a cache key per version (`extra_key`).
         """
         ...
 

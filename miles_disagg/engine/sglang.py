@@ -19,6 +19,7 @@ from miles_disagg.engine.base import PauseMode
 _CONNECT_TIMEOUT = 10.0
 _MAX_LINE = 64 << 20  # one stream chunk carries the whole output so far
 _DETAIL = 2000
+_FLUSH_SECONDS = 2.0
 
 
 class SGLangEngine:
@@ -132,8 +133,8 @@ class SGLangEngine:
         self._paused = None
 
     async def flush_cache(self) -> None:
-        """See `Engine`."""
-        await self._call("POST", "/flush_cache", None, self._control_timeout)
+        """See `Engine`. Waits a moment for requests that have just ended."""
+        await self._call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS:g}", None, self._control_timeout)
 
     async def abort(self, rid: str | None = None) -> None:
         """See `Engine`."""
@@ -218,8 +219,12 @@ class SGLangEngine:
                 f"flush_cache=True while requests are held ({self._paused}) kills SGLang ('Cache flush failed after "
                 "updating weights'): pass flush_cache=False and give each version its own cache key (extra_key)"
             )
-        answer = await self._post_update(path, {**body, "weight_version": version, "flush_cache": flush_cache})
+        # Never flush within the update: SGLang asserts that nothing is left to run, which is not yet so when the last
+        # request has only just been answered. /flush_cache waits, and refuses without harm.
+        answer = await self._post_update(path, {**body, "weight_version": version, "flush_cache": False})
         self._refused(answer)
+        if flush_cache:
+            await self.flush_cache()
 
     async def _post_update(self, path: str, body: Mapping[str, Any]) -> Any:
         try:

@@ -6,6 +6,7 @@ Weights are received and checked in a worker thread while the engine serves; onl
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -164,8 +165,14 @@ class Control:
 
     async def flush_cache(self, request: web.Request) -> web.Response:
         """Nothing is cached across requests here; as in SGLang, refused while requests run or are held."""
-        if not await self._in_thread(lambda: self.scheduler.idle):
-            return web.Response(status=400, text="Flush cache failed: requests are running or held.\n")
+        try:
+            deadline = time.monotonic() + float(request.query.get("timeout", 0))
+        except ValueError:
+            raise InvalidRequest(f"timeout must be a number, got {request.query['timeout']!r}") from None
+        while not await self._in_thread(lambda: self.scheduler.idle):
+            if time.monotonic() >= deadline:
+                return web.Response(status=400, text="Flush cache failed: requests are running or held.\n")
+            await asyncio.sleep(0.05)
         return web.Response(text="Cache flushed.\n")
 
     # --- weights ----------------------------------------------------------------------------------------
