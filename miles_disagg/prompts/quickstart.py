@@ -142,7 +142,8 @@ def _one_thread(torch: Any) -> Iterator[None]:
 def make_tokenizer() -> Any:
     """One token a character. Loads through AutoTokenizer.
 
-    A character outside the vocabulary reads as padding: SGLang warms up with an English sentence and must survive it. In prompt data it is an error (`source`).
+    A character outside the vocabulary reads as padding: SGLang warms up with an English sentence and must survive it.
+    In prompt data it is an error (`source`).
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
