@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from miles_disagg.domain.errors import (
@@ -23,7 +24,7 @@ from miles_disagg.domain.errors import (
     PublicationFailed,
 )
 from miles_disagg.domain.versions import VersionRef, check_run_id, parse_version_directory
-from miles_disagg.store.base import CasConflict, ObjectNotFound, ObjectStore
+from miles_disagg.store.base import CasConflict, ObjectNotFound, ObjectStore, StoreError
 from miles_disagg.store.claims import MAX_JSON_BYTES, Claim, Holder, json_field, load_json_object
 from miles_disagg.store.lineage import Plan, VersionIndex, parse_version_index, plan_lineage
 from miles_disagg.store.publication import Description, Receipt, merge_receipts, verify_files
@@ -145,10 +146,13 @@ class VersionStore:
             raise ClaimConflict(f"{self.objects.url}/{run_id}", "a process that was faster", f"run {run_id}") from error
         try:
             self._point(self._newest(claim, pointer), pointer)
-        except PointerConflict as error:
+        except BaseException as error:
             if stamped is None:
-                self.objects.delete(key)
-            raise ClaimConflict(self.objects.url, f"run of {error.actual}", f"run {run_id}") from error
+                with suppress(StoreError):  # a claim without a pointer would only be in the way
+                    self.objects.delete(key)
+            if isinstance(error, PointerConflict):
+                raise ClaimConflict(self.objects.url, f"run of {error.actual}", f"run {run_id}") from error
+            raise
         self._claim, self._claim_token = claim, token
         return claim
 

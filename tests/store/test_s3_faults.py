@@ -98,6 +98,14 @@ def test_a_slow_loris_is_cut_off(objects: S3Store, proxy: FaultProxy) -> None:
         S3Store(objects.url, attempts=2, timeout=0.5).get("k")
 
 
+def test_a_claim_that_could_not_be_finished_is_not_in_the_way_of_the_next(objects: S3Store, proxy: FaultProxy) -> None:
+    proxy.faults = lambda method, path: "500" if method == "PUT" and path.endswith(POINTER) else None
+    with pytest.raises(StoreError):
+        VersionStore(objects).claim("run", "digest")
+    proxy.faults = lambda method, path: None
+    VersionStore(objects).claim("run", "digest")
+
+
 def test_a_server_that_ignores_conditions_is_refused_before_anything_is_published(
     objects: S3Store, proxy: FaultProxy
 ) -> None:
