@@ -86,8 +86,7 @@ class _Target:
                     scratch[: block.size] = block
                     block = scratch[: block.size]
                 for decoder in decoders:
-                    decoder.step(block)
-                hasher.update(block)
+                    decoder.step(block, hasher if decoder is decoders[-1] else None)
                 visit(begin, block)
             for decoder in decoders:
                 decoder.finish()

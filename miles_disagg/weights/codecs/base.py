@@ -33,8 +33,11 @@ class EncodeStats:
 class Decoder(Protocol):
     """One frame being applied, block by block in order."""
 
-    def step(self, block: np.ndarray) -> None:
-        """Turn the next BLOCK_BYTES (or the tail) of the tensor from base to target state, in place (uint8)."""
+    def step(self, block: np.ndarray, hasher: Hasher | None = None) -> None:
+        """Turn the next BLOCK_BYTES (or the tail) of the tensor from base to target state, in place (uint8).
+
+        `hasher` takes the result, while it is in cache where the codec can arrange that.
+        """
         ...
 
     def finish(self) -> None:
@@ -74,10 +77,7 @@ def apply_frame(codec: Codec, frame: Any, target: np.ndarray, dtype: str, hasher
     """
     decoder = codec.decoder(frame, target.nbytes, dtype)
     for begin in range(0, target.nbytes, BLOCK_BYTES):
-        block = target[begin : begin + BLOCK_BYTES]
-        decoder.step(block)
-        if hasher is not None:
-            hasher.update(block)
+        decoder.step(target[begin : begin + BLOCK_BYTES], hasher)
     decoder.finish()
 
 

@@ -83,26 +83,16 @@ def _load(typingctx, address, zero):
 
 
 @intrinsic
-def _store(typingctx, address, value):
-    """Write an element at `address`, any alignment."""
+def _store(typingctx, address, value, zero):
+    """Write the low bits of a u64 as an element at `address`, any alignment."""
 
     def codegen(context, builder, signature, args):
-        bits = ir.IntType(signature.args[1].bitwidth)
-        builder.store(args[1], builder.inttoptr(args[0], bits.as_pointer())).align = 1
+        bits = ir.IntType(signature.args[2].bitwidth)
+        element = builder.trunc(args[1], bits) if bits.width < 64 else args[1]
+        builder.store(element, builder.inttoptr(args[0], bits.as_pointer())).align = 1
         return context.get_dummy_value()
 
-    return types.void(types.uintp, value), codegen
-
-
-@intrinsic
-def _narrow(typingctx, value, zero):
-    """The low bits of a u64 as an element."""
-
-    def codegen(context, builder, signature, args):
-        bits = ir.IntType(signature.args[1].bitwidth)
-        return builder.trunc(args[0], bits) if signature.args[1].bitwidth < 64 else args[0]
-
-    return zero(types.uint64, zero), codegen
+    return types.void(types.uintp, types.uint64, zero), codegen
 
 
 @intrinsic
@@ -123,21 +113,13 @@ def _prefetch(typingctx, address):
 @intrinsic
 def _lowest_bit(typingctx, mask):
     """Index of the lowest set bit of a non-zero mask."""
-
-    def codegen(context, builder, signature, args):
-        return builder.cttz(args[0], _I1(1))
-
-    return types.int64(types.uint64), codegen
+    return types.int64(types.uint64), lambda context, builder, signature, args: builder.cttz(args[0], _I1(1))
 
 
 @intrinsic
 def _count_bits(typingctx, mask):
     """Number of set bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), codegen
+    return types.int64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
 
 
 _jit = njit(nogil=True, cache=True, boundscheck=False)
@@ -204,7 +186,7 @@ def add_differences(target, positions, order, zero, planes):
             folded |= np.uint64(planes[plane, j]) << np.uint64(8 * plane)
         moved = (folded >> one) ^ (np.uint64(0) - (folded & one))
         address = a + np.uint64(positions[i]) * width
-        _store(address, _narrow(np.uint64(_load(address, zero)) + moved, zero))
+        _store(address, np.uint64(_load(address, zero)) + moved, zero)
 
 
 @_jit
@@ -230,7 +212,7 @@ def add_all_differences(target, elements, zero, planes):
             folded |= np.uint64(planes[plane, i]) << np.uint64(8 * plane)
         moved = (folded >> one) ^ (np.uint64(0) - (folded & one))
         address = a + np.uint64(i) * width
-        _store(address, _narrow(np.uint64(_load(address, zero)) + moved, zero))
+        _store(address, np.uint64(_load(address, zero)) + moved, zero)
 
 
 @_jit
@@ -239,26 +221,19 @@ def pack_gaps(gaps, wide, low, high) -> tuple[int, int]:
 
     Narrow: all of it in `low`, 255 meaning "255 more, keep reading". Wide: low bytes in `low`, the rest so in `high`.
     """
-    n_low = n_high = 0
+    escaped, n = (high if wide else low), 0
     for i in range(gaps.size):
         gap = gaps[i]
         if wide:
             low[i] = gap & 255
             gap >>= 8
-            while gap >= 255:
-                high[n_high] = 255
-                n_high += 1
-                gap -= 255
-            high[n_high] = gap
-            n_high += 1
-        else:
-            while gap >= 255:
-                low[n_low] = 255
-                n_low += 1
-                gap -= 255
-            low[n_low] = gap
-            n_low += 1
-    return (gaps.size if wide else n_low), n_high
+        while gap >= 255:
+            escaped[n] = 255
+            n += 1
+            gap -= 255
+        escaped[n] = gap
+        n += 1
+    return (gaps.size, n) if wide else (n, 0)
 
 
 @_jit

@@ -69,7 +69,7 @@ class _OverwriteDecoder:
         self._last = -1
         self._begin = 0
 
-    def step(self, block: np.ndarray) -> None:
+    def step(self, block: np.ndarray, hasher: Hasher | None = None) -> None:
         end = self._begin + block.size
         while True:
             count = int(np.searchsorted(self._pending, end))
@@ -79,6 +79,8 @@ class _OverwriteDecoder:
                 break
             self._fill()
         self._begin = end
+        if hasher is not None:
+            hasher.update(block)
 
     def finish(self) -> None:
         if self._left or self._pending.size:

@@ -40,6 +40,7 @@ _EMPTY, _SPARSE, _DENSE = 0, 1, 2
 # table and long matches leave the work to the entropy coder (5 to 10 % smaller than level 1, and faster both ways).
 _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6, window_log=19)
 _HOT_BYTES = 256 << 10  # compared, hashed and gathered while in the second-level cache
+_PIECE_BYTES = 2 << 20  # written and hashed together
 _OWN_ZSTD_BLOCK = 1 << 10  # shorter streams share an entropy table
 _WIDE_FROM = 600  # mean gap above which two bytes a gap are cheaper than escapes
 _MAX_CLASSES = 10
@@ -58,8 +59,8 @@ class SparseCodec:
         self, old: np.ndarray, new: np.ndarray, dtype: str, sink: Sink, hasher: Hasher | None = None
     ) -> EncodeStats:
         check_pair(old, new)
-        out = _Compressor(sink)
-        out.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, element_size(dtype), 0, BLOCK_BYTES, new.size))
+        out = Compressor(sink)
+        write_header(out, dtype, new.size)
         block = _BlockEncoder(dtype, min(BLOCK_BYTES, new.size), self.name == "sparse-max")
         changed = 0
         for begin in range(0, new.size, BLOCK_BYTES):
@@ -72,7 +73,7 @@ class SparseCodec:
         return _SparseDecoder(frame, nbytes, dtype)
 
 
-class _Compressor:
+class Compressor:
     """One zstd frame, with a block boundary after every long stream."""
 
     def __init__(self, sink: Sink):
@@ -99,14 +100,13 @@ class _BlockEncoder:
         self._dtype, self._width = dtype, element_size(dtype)
         self._zero = unsigned(dtype).type(0)
         self._finite_mask = np.uint64(non_finite_mask(dtype))
-        self._by_class = by_class and dtype in _MANTISSA
+        self._by_class = by_class
         elements = block_bytes // self._width
         self._positions = np.empty(elements, np.uint32)
         self._planes = np.empty((self._width, elements), np.uint8)
-        self._gaps = np.empty(0, np.uint32)
         self.non_finite = 0
 
-    def encode(self, old: np.ndarray, new: np.ndarray, hasher: Hasher | None, out: _Compressor) -> int:
+    def encode(self, old: np.ndarray, new: np.ndarray, hasher: Hasher | None, out: Compressor) -> int:
         """Compare, hash and gather one block in one pass over memory; how many elements changed."""
         n, elements, hot = 0, new.size // self._width, _HOT_BYTES // self._width
         a, b = old.ctypes.data, new.ctypes.data
@@ -117,83 +117,117 @@ class _BlockEncoder:
             if hasher is not None:
                 hasher.update(new[begin * self._width : end * self._width])
         if not n:
-            out.write(_BLOCK.pack(_EMPTY, 0, 0, 0))
+            write_empty(out)
         elif 2 * n > elements:
-            self._write_dense(old, new, n, out)
+            kernels.all_differences(a, b, elements, self._zero, self._planes)
+            write_dense(out, self._planes[:, :elements], n)
         else:
             self._write_sparse(old, n, out)
         return n
 
-    def _write_dense(self, old: np.ndarray, new: np.ndarray, n: int, out: _Compressor) -> None:
-        out.write(_BLOCK.pack(_DENSE, 0, 0, n))
-        elements = new.size // self._width
-        kernels.all_differences(old.ctypes.data, new.ctypes.data, elements, self._zero, self._planes)
-        for plane in self._planes:
-            out.write_stream(plane[:elements])
-
-    def _write_sparse(self, old: np.ndarray, n: int, out: _Compressor) -> None:
-        elements, positions = old.size // self._width, self._positions[:n]
-        gaps = np.empty(n, np.uint32)
-        thresholds = _thresholds(old, self._dtype) if self._by_class else np.zeros(1, np.uint64)
-        table = np.zeros(thresholds.size, _CLASS)
-        table["threshold"] = thresholds
-        planes = self._planes[:, :n]
+    def _write_sparse(self, old: np.ndarray, n: int, out: Compressor) -> None:
+        elements, positions, planes = old.size // self._width, self._positions[:n], self._planes[:, :n]
+        thresholds = class_thresholds(old, self._dtype) if self._by_class else np.zeros(1, np.uint64)
+        gaps, counts = np.empty(n, np.uint32), np.zeros(thresholds.size, np.int64)
         if thresholds.size == 1:
             kernels.positions_to_gaps(positions, gaps)
-            table["count"] = n
+            counts[0] = n
         else:
-            classes, counts = np.empty(n, np.uint8), np.zeros(thresholds.size, np.int64)
-            keep, keys = _class_key(thresholds, self._dtype)
+            classes, unsorted = np.empty(n, np.uint8), gaps.copy()
+            keep, keys = class_key(thresholds, self._dtype)
             address = old.ctypes.data
-            kernels.class_gaps(address, elements, self._zero, keep, keys, positions, classes, gaps, counts)
-            unsorted, gaps, planes = gaps, np.empty_like(gaps), np.empty((self._width, n), np.uint8)
+            kernels.class_gaps(address, elements, self._zero, keep, keys, positions, classes, unsorted, counts)
+            planes = np.empty((self._width, n), np.uint8)
             kernels.sort_by_class(classes, np.cumsum(counts) - counts, unsorted, self._planes, gaps, planes)
-            table["count"] = counts
-        ends = np.cumsum(table["count"], dtype=np.int64)
-        parts = [slice(end - row["count"], end) for row, end in zip(table, ends, strict=True)]
-        streams = [self._pack_gaps(row, gaps[part], elements) for row, part in zip(table, parts, strict=True)]
-        streams += [self._pack_values(row, planes[:, part]) for row, part in zip(table, parts, strict=True)]
-        out.write(_BLOCK.pack(_SPARSE, thresholds.size, 0, n))
-        out.write(table.tobytes())
-        for stream in chain.from_iterable(streams):
-            out.write_stream(stream)
-
-    def _pack_values(self, row: Any, planes: np.ndarray) -> Sequence[np.ndarray]:
-        """Byte planes of one class's differences; where all are small, as packed bits (most moves are one step)."""
-        count = planes.shape[1]
-        largest = 256 if planes[1:].any() else int(planes[0].max(initial=1))
-        row["bits"] = bits = next((b for b in (1, 2, 4) if largest <= 1 << b), 0)
-        if not bits:
-            return list(planes)
-        packed = np.zeros(-(-count * bits // 8), np.uint8)
-        kernels.pack_values(planes[0], bits, packed)
-        return [packed]
-
-    def _pack_gaps(self, row: Any, gaps: np.ndarray, elements: int) -> tuple[np.ndarray, np.ndarray]:
-        total = int(gaps.sum(dtype=np.int64))
-        wide = total > _WIDE_FROM * gaps.size
-        low = np.empty(gaps.size + (0 if wide else total // 255), np.uint8)
-        high = np.empty(gaps.size + (total >> 8) // 255 if wide else 0, np.uint8)
-        n_low, n_high = kernels.pack_gaps(gaps, wide, low, high)
-        row["wide"], row["gap_bytes"] = wide, n_low + n_high
-        return low[:n_low], high[:n_high]
+        write_sparse(out, thresholds, counts, gaps, planes, elements)
 
 
-def _class_key(thresholds: np.ndarray, dtype: str) -> tuple[Any, np.ndarray]:
+def write_header(out: Compressor, dtype: str, nbytes: int) -> None:
+    """Start a frame for a tensor of `nbytes` bytes."""
+    out.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, element_size(dtype), 0, BLOCK_BYTES, nbytes))
+
+
+def write_empty(out: Compressor) -> None:
+    """A block in which nothing changed."""
+    out.write(_BLOCK.pack(_EMPTY, 0, 0, 0))
+
+
+def write_dense(out: Compressor, planes: np.ndarray, changed: int) -> None:
+    """A block as the zigzag differences of all its elements; planes: uint8 [element bytes, elements]."""
+    out.write(_BLOCK.pack(_DENSE, 0, 0, changed))
+    for plane in planes:
+        out.write_stream(plane)
+
+
+def write_sparse(
+    out: Compressor, thresholds: np.ndarray, counts: np.ndarray, gaps: np.ndarray, planes: np.ndarray, elements: int
+) -> None:
+    """A block as gaps (uint32 [n]) and zigzag differences (uint8 [element bytes, n]), both in class order.
+
+    thresholds, counts: of each class (uint64, int64 [classes]); elements: of the block.
+    """
+    table = np.zeros(thresholds.size, _CLASS)
+    table["threshold"], table["count"] = thresholds, counts
+    ends = np.cumsum(counts)
+    parts = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    streams = [_pack_gaps(row, gaps[part]) for row, part in zip(table, parts, strict=True)]
+    streams += [_pack_values(row, planes[:, part]) for row, part in zip(table, parts, strict=True)]
+    out.write(_BLOCK.pack(_SPARSE, thresholds.size, 0, gaps.size))
+    out.write(table.tobytes())
+    for stream in chain.from_iterable(streams):
+        out.write_stream(stream)
+
+
+def _pack_gaps(row: Any, gaps: np.ndarray) -> Sequence[np.ndarray]:
+    total = int(gaps.sum(dtype=np.int64))
+    wide = total > _WIDE_FROM * gaps.size
+    low = np.empty(gaps.size + (0 if wide else total // 255), np.uint8)
+    high = np.empty(gaps.size + (total >> 8) // 255 if wide else 0, np.uint8)
+    n_low, n_high = kernels.pack_gaps(gaps, wide, low, high)
+    row["wide"], row["gap_bytes"] = wide, n_low + n_high
+    return low[:n_low], high[:n_high]
+
+
+def _pack_values(row: Any, planes: np.ndarray) -> Sequence[np.ndarray]:
+    """Byte planes of one class's differences; where all are small, as packed bits (most moves are one step)."""
+    count = planes.shape[1]
+    largest = 256 if planes[1:].any() else int(planes[0].max(initial=1))
+    row["bits"] = bits = next((b for b in (1, 2, 4) if largest <= 1 << b), 0)
+    if not bits:
+        return list(planes)
+    packed = np.zeros(-(-count * bits // 8), np.uint8)
+    kernels.pack_values(planes[0], bits, packed)
+    return [packed]
+
+
+def class_key(thresholds: np.ndarray, dtype: str) -> tuple[Any, np.ndarray]:
     """(mask that drops the sign, thresholds) as elements."""
     kind = unsigned(dtype)
     return kind.type((1 << (8 * kind.itemsize - 1)) - 1), thresholds.astype(kind)
 
 
-def _thresholds(old: np.ndarray, dtype: str) -> np.ndarray:
-    """Class boundaries from a sample of the old values: an octave each, rare octaves at both ends merged."""
+def class_thresholds(old: np.ndarray, dtype: str) -> np.ndarray:
+    """Class boundaries (uint64 [classes]) of a block, from a sample of its old values."""
     values = old.view(unsigned(dtype))
-    if values.size < _CLASSES_FROM:
+    return thresholds_of(np.concatenate([values[part] for part in sample_parts(values.size)]), values.size, dtype)
+
+
+def sample_parts(elements: int) -> list[slice]:
+    """Which elements of a block decide its classes."""
+    return [slice(at, at + 2048) for at in range(0, elements, max(2048, elements // 16))]
+
+
+def has_classes(dtype: str) -> bool:
+    """Whether `sparse-max` splits this dtype by the exponent of the old value."""
+    return dtype in _MANTISSA
+
+
+def thresholds_of(sample: np.ndarray, elements: int, dtype: str) -> np.ndarray:
+    """Class boundaries: an octave each, rare octaves at both ends merged; one class for few elements."""
+    if elements < _CLASSES_FROM or not has_classes(dtype):
         return np.zeros(1, np.uint64)
     shift = _MANTISSA[dtype]
-    pieces = [values[at : at + 2048] for at in range(0, values.size, max(2048, values.size // 16))]
-    sample = np.concatenate(pieces)
-    octaves = (sample >> shift) & values.dtype.type((1 << (8 * values.itemsize - 1 - shift)) - 1)
+    octaves = (sample >> shift) & sample.dtype.type((1 << (8 * sample.itemsize - 1 - shift)) - 1)
     share = np.bincount(octaves.astype(np.int64)) / sample.size
     rare = 1 / 4096
     top = int(np.flatnonzero(np.cumsum(share[::-1])[::-1] > rare)[-1])
@@ -218,24 +252,36 @@ class _SparseDecoder:
                 f"the tensor has {nbytes} bytes of {dtype} in blocks of {BLOCK_BYTES}"
             )
 
-    def step(self, block: np.ndarray) -> None:
+    def step(self, block: np.ndarray, hasher: Hasher | None = None) -> None:
         form, classes, _, n = _BLOCK.unpack(self._reader.read(_BLOCK.size).tobytes())
         elements = block.size // self._width
         if n > elements or form > _DENSE or (form == _EMPTY) != (n == 0):
             raise CheckpointError(f"block of form {form} claims {n} changes in {elements} elements")
-        if form == _EMPTY:
+        if form == _SPARSE:
+            self._step_sparse(block, classes, n, hasher)
             return
         if form == _DENSE:
             planes = self._reader.read(block.size).reshape(self._width, elements)
             kernels.add_all_differences(block.ctypes.data, elements, self._zero, planes)
-            return
+        if hasher is not None:
+            hasher.update(block)
+
+    def _step_sparse(self, block: np.ndarray, classes: int, n: int, hasher: Hasher | None) -> None:
         table, positions, order = self._positions(block, classes, n)
         ends = np.cumsum(table["count"], dtype=np.int64)
         parts = [slice(end - row["count"], end) for row, end in zip(table, ends, strict=True)]
         planes = np.zeros((self._width, n), np.uint8)
         for row, part in zip(table, parts, strict=True):
             self._read_values(row, planes[:, part])
-        kernels.add_differences(block.ctypes.data, positions, order, self._zero, planes)
+        first = 0
+        for begin in range(0, block.size, _PIECE_BYTES):  # positions of different pieces never interleave
+            piece = block[begin : begin + _PIECE_BYTES]
+            last = int(np.searchsorted(positions, np.uint32((begin + piece.size) // self._width)))
+            own = (order[first:last], planes) if order.size else (order, planes[:, first:last])
+            kernels.add_differences(block.ctypes.data, positions[first:last], own[0], self._zero, own[1])
+            if hasher is not None:
+                hasher.update(piece)
+            first = last
 
     def finish(self) -> None:
         self._reader.finish()
@@ -247,7 +293,7 @@ class _SparseDecoder:
             raise CheckpointError(f"block claims {classes} classes")
         table = self._reader.read(classes * _CLASS.itemsize).view(_CLASS)
         thresholds, counts = table["threshold"].astype(np.uint64), table["count"].astype(np.int64)
-        keep, keys = _class_key(thresholds, self._dtype)
+        keep, keys = class_key(thresholds, self._dtype)
         if int(counts.sum()) != n or thresholds[0] or np.any(keys[1:] <= keys[:-1]) or np.any(keys != thresholds):
             raise CheckpointError(f"class table does not add up to {n} changes")
         gaps, at = np.empty(n, np.uint32), 0
