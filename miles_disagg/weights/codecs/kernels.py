@@ -261,17 +261,16 @@ def unpack_gaps(low, high, wide, gaps, limit):
 @_jit
 def pack_values(values, bits, packed):
     """values (u1, 1 to 2**bits) minus one, `bits` bits each (1, 2 or 4), lowest first; `packed` is zeroed."""
-    per_byte = 8 // bits
     for i in range(values.size):
-        packed[i // per_byte] |= (values[i] - 1) << (bits * (i % per_byte))
+        packed[(i * bits) >> 3] |= (values[i] - 1) << ((i * bits) & 7)
 
 
 @_jit
 def unpack_values(packed, bits, values):
     """Undo `pack_values`."""
-    per_byte, low = 8 // bits, (1 << bits) - 1
+    low = (1 << bits) - 1
     for i in range(values.size):
-        values[i] = ((packed[i // per_byte] >> (bits * (i % per_byte))) & low) + 1
+        values[i] = ((packed[(i * bits) >> 3] >> ((i * bits) & 7)) & low) + 1
 
 
 @_jit

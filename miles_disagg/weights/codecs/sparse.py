@@ -5,7 +5,7 @@ then per block of BLOCK_BYTES a `_BLOCK` record and, by its form,
 
 * EMPTY: nothing changed.
 * SPARSE: a `_CLASS` record per class; per class its gaps (`kernels.pack_gaps`); then per class the zigzag differences
-  of its changed elements, plane by plane, or as packed bits where all are small.
+  of its changed elements, plane by plane, or as packed bits where all, or nearly all, are small.
 * DENSE: the zigzag differences of all elements, plane by plane. Chosen where more than half changed. zstd stores what
   it cannot compress, so no frame exceeds the raw bytes by more than 1 % (and a header).
 
@@ -36,6 +36,7 @@ _MAGIC = b"MDSP"
 _BLOCK = struct.Struct("<BBHI")  # form, classes, 0, changed elements
 _CLASS = np.dtype([("threshold", "<u8"), ("count", "<u4"), ("gap_bytes", "<u4"), ("wide", "<u2"), ("bits", "<u2")])
 _EMPTY, _SPARSE, _DENSE = 0, 1, 2
+_ESCAPES, _ESCAPED = 5, 16  # `bits` of a class in 4 bits a value where 16 means "in full, after these"
 # Our streams have skewed bytes and no repeats: a short match found by chance costs more than its literals. A tiny hash
 # table and long matches leave the work to the entropy coder (5 to 10 % smaller than level 1, and faster both ways).
 _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6, window_log=19)
@@ -189,15 +190,20 @@ def _pack_gaps(row: Any, gaps: np.ndarray) -> Sequence[np.ndarray]:
 
 
 def _pack_values(row: Any, planes: np.ndarray) -> Sequence[np.ndarray]:
-    """Byte planes of one class's differences; where all are small, as packed bits (most moves are one step)."""
-    count = planes.shape[1]
-    largest = 256 if planes[1:].any() else int(planes[0].max(initial=1))
-    row["bits"] = bits = next((b for b in (1, 2, 4) if largest <= 1 << b), 0)
-    if not bits:
-        return list(planes)
-    packed = np.zeros(-(-count * bits // 8), np.uint8)
-    kernels.pack_values(planes[0], bits, packed)
-    return [packed]
+    """Byte planes of one class's differences; where few are large, packed bits and those few."""
+    low, large = planes[0], planes[0] > _ESCAPED - 1
+    for plane in planes[1:]:
+        large |= plane != 0
+    exceptions = int(np.count_nonzero(large))
+    if exceptions:
+        if exceptions > low.size // 8:
+            return list(planes)
+        row["bits"], bits, low = _ESCAPES, 4, np.where(large, np.uint8(_ESCAPED), low)
+    else:
+        row["bits"] = bits = next(b for b in (1, 2, 4) if low.max(initial=1) <= 1 << b)
+    packed = np.zeros(-(-low.size * bits // 8), np.uint8)
+    kernels.pack_values(low, bits, packed)
+    return [packed, *(plane[large] for plane in planes)] if exceptions else [packed]
 
 
 def class_key(thresholds: np.ndarray, dtype: str) -> tuple[Any, np.ndarray]:
@@ -316,13 +322,18 @@ class _SparseDecoder:
 
     def _read_values(self, row: Any, planes: np.ndarray) -> None:
         count, bits = planes.shape[1], int(row["bits"])
-        if bits not in (0, 1, 2, 4):
+        if bits not in (0, 1, 2, 4, _ESCAPES):
             raise CheckpointError(f"values of {bits} bits")
-        if bits:
-            kernels.unpack_values(self._reader.read(-(-count * bits // 8)), bits, planes[0])
-        else:
+        if not bits:
             for plane in planes:
                 self._reader.read_into(plane)
+            return
+        each = 4 if bits == _ESCAPES else bits
+        kernels.unpack_values(self._reader.read(-(-count * each // 8)), each, planes[0])
+        if bits == _ESCAPES:
+            large = np.flatnonzero(planes[0] == _ESCAPED)
+            for plane in planes:
+                plane[large] = self._reader.read(large.size)
 
     def _read_gaps(self, row: Any, gaps: np.ndarray, elements: int) -> None:
         total, low_bytes = int(row["gap_bytes"]), gaps.size if row["wide"] else int(row["gap_bytes"])
