@@ -43,6 +43,7 @@ class Member:
     url: str | None = None
     num_ranks: int = 1
     failures: int = 0
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,11 @@ class Fleet:
             self.say(f"{name} died ({error}); starting a new one")
             await self._start(member)
             return
-        if status["failure"]:
-            self.say(f"{name} is out: {status['failure']}")
-        if self.repair is None or status["state"] == "activating" or self._updating.locked():
+        if status["failure"] and status["failure"] != member.failure:
+            member.failure = status["failure"]
+            self.say(f"{name} is out: {member.failure}")
+        busy = status["state"] == "activating" or self._updating.locked()
+        if self.repair is None or busy or not status["process_up"]:
             return
         latest = await call(self.store.watch.remote("latest"), "version store: latest", _CONTROL_SECONDS)
         if latest is not None and status["applied"] != latest.version:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from miles_disagg.cluster.fleet import Fleet, Member
 from miles_disagg.cluster.trainer_group import TrainerGroup
-from miles_disagg.domain.errors import DeadlineExceeded, MilesDisaggError, PublicationFailed
+from miles_disagg.domain.errors import DeadlineExceeded, EngineUnavailable, MilesDisaggError, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Timeline
 from miles_disagg.publish.disk import publish_version
@@ -95,13 +95,16 @@ class BroadcastChannel:
             raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
         await self._ledger.commit(ref)
         metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
-        for attempt in range(1, _BROADCAST_ATTEMPTS + 1):
+        for _ in range(_BROADCAST_ATTEMPTS):
             try:
                 return {**metrics, **await self.send(ref, None)}
-            except MilesDisaggError:
-                if attempt == _BROADCAST_ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
+            except EngineUnavailable as error:
+                self._fleet.say(f"{ref} waits for an engine: {error}")
+                break
+            except MilesDisaggError as error:
+                self._fleet.say(f"sending {ref} failed, trying the engines that still answer: {error}")
+        await self._trainer.discard()  # what was staged stays until the next copy-out: supervision sends it again
+        return metrics
 
     async def send(self, ref: VersionRef, only: Member | None) -> dict[str, float]:
         """Send what was staged last to all engines, or to one."""

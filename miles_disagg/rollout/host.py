@@ -98,6 +98,7 @@ class EngineHost:
         self._stager: Stager | None = None
         self.replica: Replica | None = None
         self.restarts = 0
+        self.process_up = False
         self.failure: str | None = None
 
     async def start(self) -> str:
@@ -138,6 +139,7 @@ class EngineHost:
         self._port = self._port or launch.free_port()
         self._process = launch.EngineProcess.start(command.spec(self._port, self.spec.base), command.log_path)
         await self._process.wait_ready(self.spec.start_timeout)
+        self.process_up = True
         return self._process.url
 
     async def _watch_process(self) -> None:
@@ -147,9 +149,10 @@ class EngineHost:
             await asyncio.sleep(self.spec.watch_interval)
             if self._process is None or self._process.exit_code is None:
                 continue
+            self.process_up = False
             reason = f"the engine process ended with status {self._process.exit_code}"
             log.warning("%s: %s; restarting it", self.spec.replica_id, reason)
-            replica.activator.fence(reason)
+            replica.activator.fence(reason, whole=True)  # a process that starts over holds the whole base
             if self.restarts >= self.spec.restart_limit:
                 self.failure = f"{reason}; given up after {self.restarts} restarts. {self._process.log_tail()}"
                 return
@@ -158,6 +161,7 @@ class EngineHost:
                 try:
                     await self._process.stop()
                     await self._launch()
+                    await replica.attach(self.spec.base.run_id)
                 except MilesDisaggError as error:
                     log.warning("%s: restart failed: %s", self.spec.replica_id, error)
 
@@ -205,9 +209,11 @@ class EngineHost:
     # --- status -------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """The replica's status, plus restarts and a final failure."""
+        """The replica's status, plus whether its engine's process is up, restarts and a final failure."""
         replica = self._running()
-        return {**replica.status(), "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
+        up = self.process_up or self.spec.command is None
+        own = {"process_up": up, "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
+        return {**replica.status(), **own}
 
     async def digests(self) -> dict[str, str]:
         """xxh3-128 of every tensor as the engine serves it (embedded engine)."""

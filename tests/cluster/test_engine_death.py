@@ -1,0 +1,60 @@
+"""An engine process or engine actor killed in the middle of a run: training goes on, the engine comes back in step."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from miles_disagg.cluster.assemble import assembled
+from miles_disagg.config.placement import plan_placement
+from miles_disagg.observe.console import RunConsole
+from tests.cluster import processes
+
+
+async def train_through_a_kill(config, kill) -> None:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
+        await run.start_generation()
+        for step in run.steps:
+            batch = await run.next_batch(step)
+            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
+            await run.generation_saw(batch)
+            await run.publish_next_version()
+            if step == 0:
+                await run.settle()
+                await kill(run)
+            await run.report(step, batch, metrics)
+        await run.settle()
+        assert await run.fleet.digests() == [await run.trainer.digests()]
+        await run.close_books()
+        ledger = run.ledger
+        assert ledger["trained"] == 4 * config.num_rollout
+        assert ledger["generated"] == ledger["trained"] + ledger["queued"] + sum(ledger["dropped"].values())
+
+
+async def kill_engine_process(run) -> None:
+    engines = set(processes.with_text("miles_disagg.engine.embedded", "cmdline"))
+    engines &= set(processes.with_text(run.config.run_id, "cmdline"))
+    (pid,) = engines - set(processes.with_text("guard.py", "cmdline"))
+    os.kill(pid, signal.SIGKILL)
+
+
+async def kill_engine_actor(run) -> None:
+    import ray
+
+    ray.kill(run.fleet.members[0].actor, no_restart=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kill"),
+    [
+        ("disk-delta", kill_engine_process),
+        pytest.param("broadcast", kill_engine_process, marks=pytest.mark.slow),
+        pytest.param("disk-delta", kill_engine_actor, marks=pytest.mark.slow),
+        pytest.param("broadcast", kill_engine_actor, marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_when_an_engine_is_killed(local_ray, run_config, mode, kill):
+    config = run_config("--update-weight-transfer-mode", mode, "--num-rollout", "4")
+    asyncio.run(train_through_a_kill(config, kill))
