@@ -21,11 +21,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles_disagg.cluster.calls import ActorLost, call
 from miles_disagg.cluster.connect import reserve
 from miles_disagg.config.placement import GroupPlan
-from miles_disagg.domain.errors import EngineUnavailable, MilesDisaggError
+from miles_disagg.domain.errors import DeadlineExceeded, EngineUnavailable, MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event
 from miles_disagg.rollout.actor import RolloutEngine, StagingSpec
 from miles_disagg.rollout.host import HostSpec
+from miles_disagg.store.actor import RemoteLedger
 
 log = logging.getLogger(__name__)
 _CONTROL_SECONDS = 30.0
@@ -175,6 +176,14 @@ class Fleet:
                 what = f"{member.spec.replica_id}: {method}"
                 out.append(await call(getattr(member.actor, method).remote(), what, _CONTROL_SECONDS))
         return out
+
+    async def wait_converged(self, ref: VersionRef, timeout: float) -> float:
+        """Seconds from the publication of `ref` until every engine serves it or newer; DeadlineExceeded."""
+        ledger = RemoteLedger(self.store)
+        seconds = await ledger.wait_converged(ref, timeout)
+        if seconds is None:
+            raise DeadlineExceeded(f"every replica to serve {ref}", timeout, f"replicas: {await ledger.replicas()}")
+        return seconds
 
     async def phase_metrics(self) -> dict[str, float]:
         """`replica/*_seconds` of the last activations (the slowest replica's) and `fleet/replicas_ready`."""

@@ -69,6 +69,8 @@ class EngineConfig(Section):
     """HOST:PORT of every attached engine."""
     rollout_endpoint: str | None = None
     """URL of an independent rollout service; needs --version-store."""
+    rollout_auth_token_file: str | None = None
+    """File with the bearer token of the rollout service."""
     version_store: str | None = None
     """Store that a rollout service follows: a directory or an S3 prefix; needs --rollout-endpoint."""
     pause_generation_mode: Literal["in_place", "retract", "abort"] = "retract"

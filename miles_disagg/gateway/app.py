@@ -133,6 +133,9 @@ class GatewayApp:
         session_id = request.headers.get("x-session-id")
         if session_id is not None:
             parse_rid(session_id, "x-session-id")
+        run_id = request.headers.get("x-run-id")
+        if run_id is not None:
+            parse_rid(run_id, "x-run-id")
         rid = body["rid"] if isinstance(body.get("rid"), str) else None
         if body.get("rid") is None:  # so that a retry on another replica is known to be the same request
             rest = raw.lstrip()[1:]
@@ -142,14 +145,21 @@ class GatewayApp:
         scope = asyncio.timeout(self.settings.request)
         try:
             async with scope:
-                return await self._send(request, raw, constraint, session_id, rid)
+                return await self._send(request, raw, constraint, session_id=session_id, rid=rid, run_id=run_id)
         except TimeoutError:
             if not scope.expired():
                 raise
             raise DeadlineExceeded("an answer from a replica", self.settings.request) from None
 
     async def _send(
-        self, request: web.Request, raw: bytes, constraint: Constraint, session_id: str | None, rid: str | None
+        self,
+        request: web.Request,
+        raw: bytes,
+        constraint: Constraint,
+        *,
+        session_id: str | None,
+        rid: str | None,
+        run_id: str | None,
     ) -> web.StreamResponse:
         """Try compatible replicas until one answers; wait a bounded time for one to become compatible."""
         assert self._session is not None
@@ -159,7 +169,7 @@ class GatewayApp:
         rebound: str | None = None
         while True:
             try:
-                pick = self._router.pick(constraint, session_id, excluded, rid)
+                pick = self._router.pick(constraint, session_id, excluded, rid, run_id)
             except WeightVersionGone:
                 raise
             except (WeightVersionNotReady, EngineUnavailable) as error:

@@ -138,10 +138,11 @@ class Router:
         member.heard = self._clock()
         if member.ready:
             member.suspect_until = 0.0
-        for run in (run_id, None if latest is None else latest.run_id):
-            if run is not None and run not in self._runs:
-                self._runs.append(run)
         if before != (run_id, applied, member.ready, latest):
+            for run in (run_id, None if latest is None else latest.run_id):
+                if run is not None and run not in self._runs:
+                    self._runs.append(run)
+            self._forget_runs()
             self._notify()
         return member
 
@@ -168,12 +169,17 @@ class Router:
         member.ready, member.state, member.reason = False, "gone", reason
         del self._members[member.replica_id]
         self._list.remove(member)
-        live = {r for m in self._list for r in (m.run_id, m.latest.run_id if m.latest else None)}
-        self._runs = [r for r in self._runs if r in live] or self._runs[-1:]
+        self._forget_runs()
         if interrupt:
             for waiting in list(member.outstanding):
                 waiting.replica_gone()
         self._notify()
+
+    def _forget_runs(self) -> None:
+        """Drop runs that nobody speaks of any more: first sight after a restart says nothing about their order."""
+        if len(self._runs) > 1:
+            live = {r for m in self._list for r in (m.run_id, m.latest.run_id if m.latest else None)}
+            self._runs = [r for r in self._runs if r in live] or self._runs[-1:]
 
     @property
     def members(self) -> list[Member]:
@@ -217,15 +223,19 @@ class Router:
         session_id: str | None = None,
         exclude: Collection[Member] = (),
         rid: str | None = None,
+        run_id: str | None = None,
     ) -> Pick:
         """A compatible replica: the session's own, else (small fleets) one chosen by `rid` among those that are not
         busier than average, so that a rid sent again finds the replica that remembers it, else the least loaded.
+        run_id: the run that the versions are meant of (None: whichever is served).
 
         Raises WeightVersionNotReady (none is compatible yet), WeightVersionGone (an exact version that nobody can
         reach any more), EngineUnavailable (nobody is here, or everybody compatible is excluded).
         """
         if not self._list:
             raise EngineUnavailable("no replica is registered with this gateway")
+        if run_id is not None and run_id != self.run_id:
+            raise WeightVersionNotReady(f"{constraint} of run {run_id}", None, None)
         if session_id is not None:
             return self._pick_for_session(session_id, constraint, exclude)
         member = self._by_rid(rid, constraint, exclude) if rid is not None else None

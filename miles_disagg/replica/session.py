@@ -197,6 +197,7 @@ class Generation:
             spans=spans,
             tokens=flight.tokens,
             replica_id=self._replica_id,
+            run_id=None if self._gate.served is None else self._gate.served.run_id,
         )
         return message
 

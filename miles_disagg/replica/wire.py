@@ -177,7 +177,14 @@ def _split(body: dict[str, Any], n: int) -> list[dict[str, Any]]:
 
 
 def stamp(
-    target: dict[str, Any], *, start: int, end: int, spans: Sequence[TokenSpan] | None, tokens: int, replica_id: str
+    target: dict[str, Any],
+    *,
+    start: int,
+    end: int,
+    spans: Sequence[TokenSpan] | None,
+    tokens: int,
+    replica_id: str,
+    run_id: str | None = None,
 ) -> None:
     """Add the attribution fields to `target` (a `meta_info`, or the top level of a /v1 response), in place.
 
@@ -190,6 +197,8 @@ def stamp(
         merged = normalise_spans(spans or [TokenSpan(0, start)], tokens)
         target["weight_version_spans"] = [[s.first_token, s.version] for s in merged]
     target["replica_id"] = replica_id
+    if run_id is not None:
+        target["run_id"] = run_id
 
 
 # --- errors -----------------------------------------------------------------------------------------

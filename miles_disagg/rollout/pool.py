@@ -31,14 +31,26 @@ _MAX_PAUSE = 10.0
 
 class RolloutClient:
     """Generates through one gateway (or replica) URL. `timeout`: overall seconds for one sample, refusals included.
+    run_id: the only run whose samples are wanted; a service may still be at an earlier one.
 
     Close it (or use it as an async context manager). Connections are not limited: the producer bounds that.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0, least_pause: float = 0.05):
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        least_pause: float = 0.05,
+        run_id: str | None = None,
+    ):
         self.url = url.rstrip("/")
         self._timeout, self._least_pause = timeout, least_pause
+        self._run_id = run_id
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if run_id is not None:
+            self._headers["x-run-id"] = run_id
         self._session: aiohttp.ClientSession | None = None
         self.refusals = 0
 
@@ -82,6 +94,7 @@ class RolloutClient:
         headers = {"x-session-id": session_id} if session_id else {}
         submitted, begin = time.time(), time.monotonic()
         answer, generate = await self._post("/generate", body, headers, constraint)
+        self._check_run(answer)
         total = time.monotonic() - begin
         timings = {
             "submitted": submitted,
@@ -90,6 +103,13 @@ class RolloutClient:
             "generate": generate,
         }
         return sample_from_answer(answer, prompt, constraint, sample_id, group_id, timings)
+
+    def _check_run(self, answer: Any) -> None:
+        """Versions of different runs have nothing to do with each other, though their numbers may fit."""
+        meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+        run = meta.get("run_id") if isinstance(meta, Mapping) else None
+        if self._run_id is not None and run not in (None, self._run_id):
+            raise SampleRejected("wrong_run", f"asked for run {self._run_id}, answered by run {run}")
 
     async def server_info(self) -> dict[str, Any]:
         """`GET /server_info` of the endpoint."""

@@ -47,6 +47,7 @@ def test_the_service_topology_publishes_to_the_services_store():
     config = resolved("--rollout-endpoint", "http://h:1", "--version-store", "s3://bucket/prefix")
     assert config.version_store == "s3://bucket/prefix"
     assert config.engines.topology == "service"
+    assert (config.weights.mode, config.weights.transport) == ("delta", "disk")  # a service reads nothing else
     assert plan_placement(config).engines == ()
 
 
