@@ -24,8 +24,10 @@ class Bounds:
     high: float | None = None
     open_low: bool = False
 
-    def allows(self, value: float) -> bool:
-        """True if `value` lies inside. NaN lies nowhere."""
+    def allows(self, value: float | str) -> bool:
+        """True if `value` lies inside, or is a word that stands for a number. NaN lies nowhere."""
+        if isinstance(value, str):
+            return True
         if value != value:
             return False
         if self.low is not None and (value <= self.low if self.open_low else value < self.low):

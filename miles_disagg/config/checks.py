@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from miles_disagg.config.base import bounds_of
-from miles_disagg.config.flags import SGLANG_PREFIX, closest, flag, section_of
+from miles_disagg.config.flags import CONFIG_FILE, SGLANG_PREFIX, closest, flag, load_files, section_of
 from miles_disagg.config.machine import Machine, port_problem
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.config.resolve import is_url, joins_cluster, resolve
 from miles_disagg.config.run import RunConfig
+from miles_disagg.config.secrets import token_problems
+from miles_disagg.config.weight_checks import weights
 from miles_disagg.domain.errors import InvalidVersionRef
 from miles_disagg.domain.versions import check_run_id
 
@@ -38,7 +40,7 @@ def check(config: RunConfig, machine: Machine | None = None, environ: Mapping[st
     """
     problems = list(_out_of_range(config).values())
     config = within_range(config)
-    for rule in (_required, _data, _topology, _sglang, _weights, _pacing, _trainer, _loss, _outputs):
+    for rule in (_required, _data, _topology, _sglang, weights, _pacing, _trainer, _loss, _outputs):
         problems.extend(rule(config))
     problems.extend(_addresses(config))
     if not joins_cluster(config, environ):
@@ -117,6 +119,10 @@ def _topology(config: RunConfig) -> Iterator[str]:
         yield "--rollout-external-engine-addrs has no effect without --rollout-external: give both"
     if bool(engines.rollout_endpoint) != bool(engines.version_store):
         yield "--rollout-endpoint and --version-store go together: the service follows that store; give both"
+    if engines.rollout_auth_token_file:
+        if not engines.rollout_endpoint:
+            yield "--rollout-auth-token-file has no effect without --rollout-endpoint: give both"
+        yield from token_problems("--rollout-auth-token-file", engines.rollout_auth_token_file)
     if engines.rollout_endpoint and engines.rollout_external:
         yield "--rollout-endpoint and --rollout-external are different topologies: drop one"
     if engines.rollout_endpoint and not engines.rollout_endpoint.startswith(("http://", "https://")):
@@ -174,53 +180,6 @@ def _sglang(config: RunConfig) -> Iterator[str]:
         near = closest(name, [other.replace("_", "-") for other in ours if other != "args"])
         if near:
             yield f"--sglang-{name} would go to the server{near.replace('meant ', 'meant --sglang-')}"
-
-
-def _weights(config: RunConfig) -> Iterator[str]:
-    w, topology = config.weights, config.engines.topology
-    short = w.update_weight_transfer_mode
-    if short == "p2p":
-        yield "--update-weight-transfer-mode p2p is not available yet: use broadcast, disk-full or disk-delta"
-        return
-    if short:
-        implied = ("delta" if short == "disk-delta" else "full", "disk" if short.startswith("disk") else "broadcast")
-        for name, given, wanted in (
-            ("--update-weight-mode", w.update_weight_mode, implied[0]),
-            ("--update-weight-transport", w.update_weight_transport, implied[1]),
-        ):
-            if given not in (None, wanted):
-                yield f"--update-weight-transfer-mode {short} means {name} {wanted}, not {given}: drop one of them"
-    if config.trainer.colocate:
-        yield "--colocate: trainer and engines are separate systems here; give each its own resources and drop it"
-        if w.mode == "delta":
-            yield "--colocate cannot be combined with --update-weight-mode delta: on one device weights are not sent"
-    if not w.publishes_deltas:
-        for field in ("update_weight_encoding", "update_weight_anchor_interval"):
-            if getattr(w, field) is not None:
-                yield f"{flag(field)} is for deltas on disk: add --update-weight-transfer-mode disk-delta, or drop it"
-    if w.update_weight_disk_keep_files and (w.mode, w.transport) != ("full", "disk"):
-        yield "--update-weight-disk-keep-files is for --update-weight-transfer-mode disk-full: drop it"
-    store, given = config.engines.version_store, w.update_weight_disk_dir
-    if topology == "service" and w.transport == "broadcast":
-        yield (
-            "--rollout-endpoint needs weights through the store: add --update-weight-transfer-mode disk-delta "
-            "(or disk-full)"
-        )
-    if store and given and given.rstrip("/") != _same_form(store, given):
-        yield f"--version-store {store} and --update-weight-disk-dir {given} name different stores: drop the latter"
-    if config.trainer.actor_num_nodes > 1 and w.transport == "disk" and not given and not store:
-        yield "--update-weight-disk-dir is missing: with --actor-num-nodes above 1 give a path that every host sees"
-    for name, place in (("--update-weight-disk-dir", given), ("--version-store", store)):
-        if place and is_url(place) and not place.startswith(("s3://", "file://")):
-            yield f"{name} {place}: only a directory, file:// and s3:// are supported"
-    if w.update_weight_local_checkpoint_dir and is_url(w.update_weight_local_checkpoint_dir):
-        yield "--update-weight-local-checkpoint-dir must be a local directory: an engine loads from it"
-
-
-def _same_form(store: str, given: str) -> str:
-    """`store` made absolute if `given` is, so that a resolved configuration equals the one it came from."""
-    absolute = not is_url(store) and Path(given).is_absolute()
-    return (str(Path(store).expanduser().absolute()) if absolute else store).rstrip("/")
 
 
 def _pacing(config: RunConfig) -> Iterator[str]:
@@ -294,7 +253,14 @@ def _outputs(config: RunConfig) -> Iterator[str]:
             check_run_id(run_id)
         except InvalidVersionRef as error:
             yield f"--run-id: {error}"
-    run_dir = config.output.run_dir
+    output, run_dir = config.output, config.output.run_dir
+    if output.save_interval is None and output.save_total_limit is not None and not output.save_on_interrupt:
+        yield "--save-total-limit has no effect without --save-interval: give both"
+    if output.resume == "auto" and not run_dir:
+        yield "--resume auto needs --run-dir: the directory of the run to continue, or to start"
+    if output.load:
+        yield from _continued(Path(output.load).expanduser(), run_id)
+        return
     if run_dir and is_url(run_dir):
         yield f"--run-dir {run_dir} must be a local directory"
     elif run_dir:
@@ -305,6 +271,17 @@ def _outputs(config: RunConfig) -> Iterator[str]:
             f"--update-weight-disk-dir {root} already holds versions of run {run_id}: give another --run-id or "
             "another directory"
         )
+
+
+def _continued(run_dir: Path, run_id: str | None) -> Iterator[str]:
+    """A run to continue: there, and still called what it was."""
+    saved = run_dir / CONFIG_FILE
+    if not saved.is_file():
+        yield f"--load {run_dir}: not the directory of a run (no {CONFIG_FILE})"
+        return
+    was = load_files([str(saved)]).output.run_id
+    if was != run_id:
+        yield f"--run-id {run_id}: the run in --load {run_dir} is {was}; drop it"
 
 
 def _run_directory(path: Path) -> Iterator[str]:

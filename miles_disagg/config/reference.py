@@ -45,7 +45,7 @@ def _values(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return f"{_values(parts[0])} ..."
     if parts:
-        return _values(parts[0])
+        return ", ".join(_values(part) for part in parts)
     return {"int": "integer", "str": "text", "bool": "on / off", "float": "number"}.get(annotation.__name__, "text")
 
 

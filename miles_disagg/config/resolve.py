@@ -24,7 +24,7 @@ def resolve(config: RunConfig, gpus: int | None = None) -> RunConfig:
         "eps_clip_high": config.loss.eps_clip_high or config.loss.eps_clip,
         "update_weight_mode": config.weights.mode,
         "update_weight_transport": config.weights.transport,
-        "update_weight_encoding": config.weights.encoding if config.weights.publishes_deltas else None,
+        "update_weight_encoding": config.weights.encoding,
         "update_weight_disk_dir": _store_root(config, run_dir),
         "update_weight_local_checkpoint_dir": _absolute(
             config.weights.update_weight_local_checkpoint_dir or str(run_dir / "replicas")

@@ -6,6 +6,7 @@ from miles_disagg.config.base import PositiveInt, Section
 
 UpdateMode = Literal["full", "delta"]
 Transport = Literal["broadcast", "disk"]
+Encoding = Literal["xor", "overwrite", "sparse", "sparse-max", "indices"]
 
 
 class WeightsConfig(Section):
@@ -17,8 +18,10 @@ class WeightsConfig(Section):
     """Publish complete weights or the changes only; unset: full."""
     update_weight_transport: Transport | None = None
     """Process group between trainer and engines, or a directory / S3 prefix; unset: broadcast."""
-    update_weight_encoding: Literal["xor", "overwrite", "sparse", "sparse-max"] | None = None
-    """Encoding of deltas on disk; xor and overwrite are read by miles and slime too; unset: xor."""
+    update_weight_encoding: Encoding | None = None
+    """Encoding of deltas; miles and slime read xor and overwrite; unset: sparse on disk, indices over broadcast."""
+    update_weight_delta_level: Literal["standard", "max"] = "standard"
+    """max sends sparse-max instead of sparse: fewer bytes for more work, for links between regions."""
     update_weight_delta_checksum: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128"
     """Digest of each tensor's complete target state."""
     update_weight_disk_dir: str | None = None
@@ -27,8 +30,16 @@ class WeightsConfig(Section):
     """Rollout-host-local directory for materialized checkpoints; unset: RUN_DIR/replicas."""
     update_weight_disk_keep_files: bool = False
     """Keep full versions on disk after every reader has acknowledged them."""
-    update_weight_anchor_interval: PositiveInt | None = None
-    """With deltas, publish a full version every N versions; unset: only the base is one."""
+    update_weight_anchor_interval: PositiveInt | Literal["auto"] | None = None
+    """With deltas, write a full version beside every N-th one, or (auto) when it pays; unset: only the base is one."""
+    update_weight_keep_versions: PositiveInt | None = None
+    """With deltas, remove what the newest N versions are not built from; unset: keep every version."""
+    update_weight_snapshot_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where a source keeps the bytes it published last; auto: on its GPU where they fit, else pinned host memory."""
+    custom_update_weight_post_write_path: str | None = None
+    """package.module.function called with the version after its files are written, for mounts that need a push."""
+    custom_update_weight_pre_read_path: str | None = None
+    """package.module.function called with the version before its files are read, for mounts that need a refresh."""
     update_weight_buffer_size: PositiveInt = 512 * 1024**2
     """Bytes of an export or broadcast bucket."""
 
@@ -48,10 +59,13 @@ class WeightsConfig(Section):
 
     @property
     def publishes_deltas(self) -> bool:
-        """True for delta versions on disk, the only ones that have an encoding and anchors."""
+        """True for delta versions on disk, the only ones that have levels, anchors and retention."""
         return self.mode == "delta" and self.transport == "disk"
 
     @property
-    def encoding(self) -> Literal["xor", "overwrite", "sparse", "sparse-max"]:
-        """Encoding of deltas on disk."""
-        return self.update_weight_encoding or "xor"
+    def encoding(self) -> Encoding | None:
+        """Encoding of what is published; None for full versions."""
+        if self.mode == "full":
+            return None
+        given = self.update_weight_encoding or ("sparse" if self.transport == "disk" else "indices")
+        return "sparse-max" if given == "sparse" and self.update_weight_delta_level == "max" else given

@@ -6,7 +6,6 @@ A reward is a finite number or a RewardError that says why not. What happens to 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import threading
@@ -19,6 +18,7 @@ from typing import Any, Literal, cast
 
 import aiohttp
 
+from miles_disagg.config.imports import import_function
 from miles_disagg.domain.errors import ConfigError, RewardError
 from miles_disagg.domain.samples import Sample
 from miles_disagg.prompts.base import RewardFunction
@@ -87,14 +87,7 @@ def load_reward(
                 [f"--rm-type {rm_type}: unknown; there are {', '.join(BUILT_IN)}, remote_rm (with --rm-url)"]
             )
         return BUILT_IN[rm_type]
-    module, _, attribute = custom_path.replace(":", ".").rpartition(".")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError([f"--custom-rm-path {custom_path}: {error}; give package.module.function"]) from error
-    if not callable(function):
-        raise ConfigError([f"--custom-rm-path {custom_path}: not a function"])
-    return cast(RewardFunction, function)
+    return cast(RewardFunction, import_function(custom_path, "--custom-rm-path"))
 
 
 class RemoteReward:

@@ -12,13 +12,20 @@ from typing import Any
 
 import ray
 
+from miles_disagg.config.imports import import_function
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.base import open_store
 from miles_disagg.store.claims import Claim
-from miles_disagg.store.ledger import VersionLedger
+from miles_disagg.store.ledger import POST_WRITE, PRE_READ, Hook, VersionLedger
+from miles_disagg.store.lineage import Kind
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.store.retention import Collected
 from miles_disagg.store.versions import DEFAULT_TTL, VersionStore
+
+
+def import_hook(path: str | None, flag: str) -> Hook | None:
+    """A hook for mounts by its import path, None for none; ConfigError naming `flag`."""
+    return import_function(path, flag) if path else None
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -29,9 +36,17 @@ class VersionStoreActor:
     here blocks the loop, so long polls and writers interleave.
     """
 
-    def __init__(self, run_id: str, url: str | None, share: float = 1.0):
+    def __init__(
+        self,
+        run_id: str,
+        url: str | None,
+        share: float = 1.0,
+        post_write_path: str | None = None,
+        pre_read_path: str | None = None,
+    ):
         store = VersionStore(open_store(url)) if url else None
-        self._ledger = VersionLedger(run_id, store, share=share)
+        pre_read, post_write = import_hook(pre_read_path, PRE_READ), import_hook(post_write_path, POST_WRITE)
+        self._ledger = VersionLedger(run_id, store, share=share, pre_read=pre_read, post_write=post_write)
         self._alive: asyncio.Task[None] | None = None
 
     async def claim(self, base_digest: str, boot_version: int, owner: str | None, ttl: float) -> Claim | None:
@@ -70,6 +85,11 @@ class RemoteLedger:
         self, ref: VersionRef, description: Description | None = None, receipts: Sequence[Receipt] = ()
     ) -> None:
         await self.actor.call.remote("commit", ref, description, list(receipts))
+
+    async def commit_shortcut(
+        self, ref: VersionRef, kind: Kind, description: Description, receipts: Sequence[Receipt]
+    ) -> None:
+        await self.actor.call.remote("commit_shortcut", ref, kind, description, list(receipts))
 
     async def abort(self, ref: VersionRef) -> None:
         await self.actor.call.remote("abort", ref)

@@ -28,16 +28,14 @@ def fetch_version(objects: ObjectStore, index: VersionIndex, incoming: Path) -> 
     """Copy a version's index and exactly the files it names to `incoming/<version>`; bytes read."""
     directory = incoming / index.ref.directory
     directory.mkdir(parents=True, exist_ok=True)
-    total = len(index.raw) + sum(objects.download(f"{index.ref}/{file}", directory / file) for file in index.files)
+    total = len(index.raw) + sum(objects.download(f"{index.key}/{file}", directory / file) for file in index.files)
     (directory / INDEX_FILE).write_bytes(index.raw)
     return total
 
 
 def fetch_plan(objects: ObjectStore, plan: Plan, incoming: Path) -> int:
     """Fetch every version that a plan needs; bytes read."""
-    return sum(
-        fetch_version(objects, index, incoming) for index in ([plan.anchor] if plan.anchor else []) + [*plan.deltas]
-    )
+    return sum(fetch_version(objects, index, incoming) for index in plan.indexes)
 
 
 def open_deltas(plan: Plan, incoming: Path) -> list[DeltaVersion]:

@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_disagg.domain.errors import ChainBroken, MilesDisaggError, VersionNotFound
+from miles_disagg.domain.errors import ChainBroken, ChecksumMismatch, MilesDisaggError, VersionNotFound
 from miles_disagg.domain.versions import VersionRef, parse_version_directory
 from miles_disagg.store.base import ObjectNotFound, open_store
 from miles_disagg.store.checkout import check_out, fetch_version, seed_from_base, verify_full
 from miles_disagg.store.leases import live_leases
+from miles_disagg.store.lineage import SHORTCUTS, VersionIndex, version_key
 from miles_disagg.store.retention import STALE_SECONDS, Collected, collect, needed_versions
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.weights.chain import apply_chain
-from miles_disagg.weights.checkpoint import open_checkpoint
+from miles_disagg.weights.checkpoint import open_checkpoint, tensor_digests
 from miles_disagg.weights.delta import open_delta
+from miles_disagg.weights.digest import DEFAULT_CHECKSUM
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ def overview(store: VersionStore) -> dict[str, Any]:
                 "live": claim.is_live(now),
                 "created": claim.created,
                 "versions": [asdict(e) for e in entries(store, run_id)],
+                "shortcuts": [
+                    version_key(VersionRef(run_id, v), k) for k in SHORTCUTS for v in store.shortcuts(run_id, k)
+                ],
                 "leases": [asdict(lease) for lease in live_leases(store.objects, run_id, now)],
             }
         )
@@ -95,7 +100,7 @@ def show(store: VersionStore, ref: VersionRef) -> dict[str, Any]:
         "version": str(ref),
         "metadata": dict(index.metadata),
         "weight_map": dict(index.weight_map),
-        "plan": {"start": plan.start, "at": plan.start_version, "deltas": [str(d.ref) for d in plan.deltas]},
+        "plan": {"start": plan.start, "at": plan.start_version, "deltas": [d.key for d in plan.deltas]},
     }
 
 
@@ -132,9 +137,36 @@ def verify_lineage(
                 apply_chain(checkpoint, [open_delta(incoming / ref.directory)], workers)
             shutil.rmtree(incoming / ref.directory)
         at = version
+        _verify_shortcuts(store, ref, current, incoming, workers)
         yield ref
     if at is None:
         raise VersionNotFound(target, store.objects.url, "its chain starts at the base checkpoint: give --base DIR")
+
+
+def _verify_shortcuts(store: VersionStore, ref: VersionRef, current: Path, incoming: Path, workers: int | None) -> None:
+    """ChecksumMismatch unless every shortcut to `ref` leads to the bytes in `current`."""
+    found = [index for kind in SHORTCUTS if (index := store.index(ref, kind)) is not None]
+    for index in found:
+        fetch_version(store.objects, index, incoming / "shortcut")
+        try:
+            _verify_shortcut(index, incoming / "shortcut" / ref.directory, current, workers)
+        finally:
+            shutil.rmtree(incoming / "shortcut")
+
+
+def _verify_shortcut(index: VersionIndex, fetched: Path, current: Path, workers: int | None) -> None:
+    if index.is_full:
+        with open_checkpoint(fetched) as anchor:
+            verify_full(anchor, workers)
+            promised = tensor_digests(anchor, str(index.metadata.get("checksum_format", DEFAULT_CHECKSUM)), workers)
+    else:
+        delta = open_delta(fetched)
+        promised = {name: delta.checksum(name) for name in delta.names}
+    with open_checkpoint(current) as checkpoint:
+        actual = tensor_digests(checkpoint, str(index.metadata.get("checksum_format", DEFAULT_CHECKSUM)), workers)
+    for name, checksum in promised.items():
+        if actual.get(name) != checksum:
+            raise ChecksumMismatch(checksum, actual.get(name, "no such tensor"), file=index.key, tensor=name)
 
 
 def gc(
@@ -147,7 +179,8 @@ def gc(
     if latest is None or latest.run_id != run_id:
         return Collected()
     needed = needed_versions(store, run_id, latest.version, keep, time.time())
-    return Collected(tuple(v for v in store.versions(run_id) if v < latest.version and v not in needed))
+    refs = (VersionRef(run_id, version) for version in store.versions(run_id))
+    return Collected(tuple(r.version for r in refs if r < latest and str(r) not in needed))
 
 
 def export(store: VersionStore, target: VersionRef, base: Path, output: Path, workers: int | None = None) -> str:
@@ -227,6 +260,8 @@ def _ls(store: VersionStore, arguments: argparse.Namespace) -> int:
             on = "full" if v["base_version"] is None else f"{v['kind']} on {v['base_version']}"
             state = "" if v["published"] else "  (not published)"
             print(f"  {v['ref']}  {on}  {v['nbytes']:,} bytes  {v['tensors']} tensors  {v['files']} files{state}")
+        for key in run["shortcuts"]:
+            print(f"  shortcut {key}")
         for lease in run["leases"]:
             print(f"  lease of {lease['reader']}: {lease['have']} -> {lease['target']}")
     return 0

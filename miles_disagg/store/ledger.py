@@ -16,11 +16,14 @@ from typing import TypeVar
 from miles_disagg.domain.errors import ClaimConflict, DeadlineExceeded, PointerConflict, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.claims import Claim
+from miles_disagg.store.lineage import Kind
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.store.retention import Collected, collect
 from miles_disagg.store.versions import DEFAULT_TTL, VersionStore
 
 T = TypeVar("T")
+Hook = Callable[[VersionRef], None]
+POST_WRITE, PRE_READ = "--custom-update-weight-post-write-path", "--custom-update-weight-pre-read-path"
 
 
 @dataclass
@@ -35,12 +38,23 @@ class VersionLedger:
     """All versions of one run. store: None for versions without files.
 
     share: part of the known replicas that must acknowledge a version for it to count as converged, in (0, 1].
+    pre_read: called before the sources' files are verified; post_write: after index and pointer are written.
     """
 
-    def __init__(self, run_id: str, store: VersionStore | None = None, *, share: float = 1.0, keep_history: int = 256):
+    def __init__(
+        self,
+        run_id: str,
+        store: VersionStore | None = None,
+        *,
+        share: float = 1.0,
+        keep_history: int = 256,
+        pre_read: Hook | None = None,
+        post_write: Hook | None = None,
+    ):
         if not 0 < share <= 1:
             raise ValueError(f"share must be in (0, 1], got {share}")
         self._run_id, self._store, self._share, self._keep_history = run_id, store, share, keep_history
+        self._pre_read, self._post_write = pre_read, post_write
         self._latest: VersionRef | None = None
         self._open: VersionRef | None = None
         self._changed = asyncio.Condition()
@@ -117,8 +131,21 @@ class VersionLedger:
         if self._store is not None:
             if description is None:
                 raise PublicationFailed(f"{ref}: a version in a store needs its description and receipts")
+            await self._hook(self._pre_read, PRE_READ, ref)
             await asyncio.to_thread(self._store.commit, ref, description, receipts)
-        await self._move(ref)
+        try:
+            await self._hook(self._post_write, POST_WRITE, ref)
+        finally:  # the pointer has moved, whatever the hook says
+            await self._move(ref)
+
+    async def commit_shortcut(
+        self, ref: VersionRef, kind: Kind, description: Description, receipts: Sequence[Receipt]
+    ) -> None:
+        """Add a shortcut to the published version (see VersionStore.commit_shortcut)."""
+        assert self._store is not None
+        await self._hook(self._pre_read, PRE_READ, ref)
+        await asyncio.to_thread(self._store.commit_shortcut, ref, kind, description, receipts)
+        await self._hook(self._post_write, POST_WRITE, ref)
 
     async def abort(self, ref: VersionRef) -> None:
         """Give up the open version; its files are removed. No error if it is not open."""
@@ -217,6 +244,14 @@ class VersionLedger:
     def _reached(self, replica_id: str, version: int) -> float | None:
         times = (e.by_replica.get(replica_id) for v, e in self._activations.items() if v >= version)
         return min((t for t in times if t is not None), default=None)
+
+    @staticmethod
+    async def _hook(hook: Hook | None, name: str, ref: VersionRef) -> None:
+        if hook is not None:
+            try:
+                await asyncio.to_thread(hook, ref)
+            except Exception as error:
+                raise PublicationFailed(f"{name} failed for {ref}: {type(error).__name__}: {error}") from error
 
     async def _move(self, ref: VersionRef) -> None:
         async with self._changed:

@@ -1,7 +1,8 @@
 """What may be deleted from a store without breaking a chain that somebody needs.
 
-Needed are: the newest `keep` versions and everything they are built from, what live leases are building, and the
-newest version's chain from its anchor or the base. Files above the pointer belong to an open publication.
+Needed are: the newest `keep` versions and everything they are built from, what live leases are building, the newest
+version's chain from its anchor or the base, and the newest shortcuts. Files above the pointer belong to an open
+publication, shortcuts at the pointer may be being written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from miles_disagg.domain.errors import ChainBroken, InvalidVersionRef, VersionNo
 from miles_disagg.domain.versions import VersionRef, parse_version_directory
 from miles_disagg.store.base import PROBES
 from miles_disagg.store.leases import live_leases
+from miles_disagg.store.lineage import SHORTCUTS, version_key
 from miles_disagg.store.versions import VersionStore, remove_version
 
 STALE_SECONDS = 6 * 3600.0
@@ -25,13 +27,14 @@ class Collected:
     versions: tuple[int, ...] = ()
     leftovers: int = 0
     unfinished: int = 0
+    shortcuts: tuple[str, ...] = ()
 
 
-def needed_versions(store: VersionStore, run_id: str, latest: int, keep: int, now: float) -> set[int]:
-    """Versions whose files must stay."""
+def needed_versions(store: VersionStore, run_id: str, latest: int, keep: int, now: float) -> set[str]:
+    """Key prefixes of versions and shortcuts whose files must stay."""
     wanted = [(version, None) for version in store.versions(run_id) if version <= latest][-max(1, keep) :]
     wanted += [(lease.target, lease.have) for lease in live_leases(store.objects, run_id, now)]
-    needed: set[int] = set()
+    needed = {version_key(VersionRef(run_id, v), k) for k in SHORTCUTS for v in store.shortcuts(run_id, k)[-1:]}
     for target, have in wanted:
         held = None if have is None else VersionRef(run_id, have)
         try:
@@ -64,15 +67,21 @@ def collect(
     if pointer is None or pointer.run_id != run_id:
         return Collected(unfinished=unfinished)
     removed: list[int] = []
+    shortcuts: list[str] = []
     if not keep_files:
         needed = needed_versions(store, run_id, pointer.version, keep, now)
         if acknowledged is not None:
             needed = _without_acknowledged(store, run_id, pointer.version, needed, acknowledged, now)
         for version in store.versions(run_id):
-            if version < pointer.version and version not in needed:
+            if version < pointer.version and str(VersionRef(run_id, version)) not in needed:
                 remove_version(store.objects, VersionRef(run_id, version))
                 removed.append(version)
-    return Collected(tuple(removed), _leftovers(store, run_id, pointer.version), unfinished)
+        for kind in SHORTCUTS:
+            refs = (VersionRef(run_id, version) for version in store.shortcuts(run_id, kind))
+            for ref in [r for r in refs if version_key(r, kind) not in needed]:
+                remove_version(store.objects, ref, kind)
+                shortcuts.append(version_key(ref, kind))
+    return Collected(tuple(removed), _leftovers(store, run_id, pointer.version), unfinished, tuple(shortcuts))
 
 
 def _old_probes(store: VersionStore, before: float) -> int:
@@ -83,27 +92,32 @@ def _old_probes(store: VersionStore, before: float) -> int:
 
 
 def _without_acknowledged(
-    store: VersionStore, run_id: str, latest: int, needed: set[int], acknowledged: int, now: float
-) -> set[int]:
+    store: VersionStore, run_id: str, latest: int, needed: set[str], acknowledged: int, now: float
+) -> set[str]:
     """Drop full versions that every reader has loaded and that nothing newer or leased is built from."""
-    still = needed_versions(store, run_id, latest, 1, now)
-    return {
-        v for v in needed
-        if v in still or v > acknowledged or not ((i := store.index(VersionRef(run_id, v))) and i.is_full)
-    }  # fmt: skip
+    loaded = set()
+    for version in store.versions(run_id):
+        index = store.index(VersionRef(run_id, version)) if version <= acknowledged else None
+        if index is not None and index.is_full:
+            loaded.add(index.key)
+    return needed - (loaded - needed_versions(store, run_id, latest, 1, now))
 
 
 def _leftovers(store: VersionStore, run_id: str, latest: int) -> int:
-    """Remove payload files without an index at or below the pointer: a removal that crashed half-way."""
-    existing = set(store.versions(run_id))
+    """Remove payload files without an index at or below the pointer: a removal or a shortcut that crashed half-way."""
+    existing = {str(VersionRef(run_id, version)) for version in store.versions(run_id)}
+    existing |= {version_key(VersionRef(run_id, v), kind) for kind in SHORTCUTS for v in store.shortcuts(run_id, kind)}
     removed = 0
     for info in list(store.objects.list(run_id)):
-        parts = info.key.split("/")
+        prefix, _, _ = info.key.rpartition("/")
+        *above, directory = prefix.split("/")
         try:
-            version = parse_version_directory(parts[1]) if len(parts) == 3 else latest + 1
+            version = parse_version_directory(directory)
         except InvalidVersionRef:
             continue
-        if version <= latest and version not in existing:
+        of_shortcut = above[1:] in [[kind] for kind in SHORTCUTS]
+        below = version < latest if of_shortcut else above[1:] == [] and version <= latest
+        if below and prefix not in existing:
             store.objects.delete(info.key)
             removed += 1
     return removed

@@ -18,15 +18,25 @@ from dataclasses import dataclass
 
 from miles_disagg.domain.errors import (
     BaseMismatch,
+    ChainBroken,
     ClaimConflict,
     InvalidVersionRef,
     PointerConflict,
     PublicationFailed,
+    VersionNotFound,
 )
 from miles_disagg.domain.versions import VersionRef, check_run_id, parse_version_directory
 from miles_disagg.store.base import CasConflict, ObjectNotFound, ObjectStore, StoreError
 from miles_disagg.store.claims import MAX_JSON_BYTES, Claim, Holder, json_field, load_json_object
-from miles_disagg.store.lineage import Plan, VersionIndex, parse_version_index, plan_lineage
+from miles_disagg.store.lineage import (
+    SHORTCUTS,
+    Kind,
+    Plan,
+    VersionIndex,
+    parse_version_index,
+    plan_lineage,
+    version_key,
+)
 from miles_disagg.store.publication import Description, Receipt, merge_receipts, verify_files
 from miles_disagg.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES
 
@@ -77,13 +87,13 @@ class VersionStore:
         key = f"{check_run_id(run_id)}/run.json"
         return Claim.from_json(self.objects.get(key, MAX_JSON_BYTES), key)
 
-    def index(self, ref: VersionRef) -> VersionIndex | None:
-        """The index of a version, None if it does not exist (whatever files its directory has)."""
+    def index(self, ref: VersionRef, kind: Kind = "version") -> VersionIndex | None:
+        """The index of a version or of a shortcut, None if it does not exist (whatever files its directory has)."""
         try:
-            raw = self.objects.get(f"{ref}/{INDEX_FILE}", MAX_INDEX_BYTES)
+            raw = self.objects.get(f"{version_key(ref, kind)}/{INDEX_FILE}", MAX_INDEX_BYTES)
         except ObjectNotFound:
             return None
-        return parse_version_index(ref, raw)
+        return parse_version_index(ref, raw, kind)
 
     def versions(self, run_id: str) -> list[int]:
         """Versions that have an index, ascending. The base has none, and one above the pointer is not published."""
@@ -97,14 +107,53 @@ class VersionStore:
                     continue  # a stray directory
         return sorted(found)
 
+    def shortcuts(self, run_id: str, kind: Kind) -> list[int]:
+        """Versions that have a shortcut of this kind with an index, ascending."""
+        found = []
+        for info in self.objects.list(f"{check_run_id(run_id)}/{kind}"):
+            parts = info.key.split("/")
+            if len(parts) == 4 and parts[3] == INDEX_FILE:
+                with suppress(InvalidVersionRef):
+                    found.append(parse_version_directory(parts[2]))
+        return sorted(found)
+
     def plan(self, target: VersionRef, have: VersionRef | None = None) -> Plan:
         """How to build `target` from `have` (ignored if of another run), read from index files only.
 
-        Raises VersionNotFound, or ChainBroken naming the missing version.
+        The chain from `have` if it is whole, else whichever way reads the fewest bytes: by deltas alone, by a folded
+        delta, by an anchor. Raises VersionNotFound, or ChainBroken naming the missing version.
         """
-        boot = self.claim_of(target.run_id).boot_version
-        held = have.version if have and have.run_id == target.run_id else None
-        return plan_lineage(target, held, boot, lambda v: self.index(VersionRef(target.run_id, v)))
+        run_id, boot = target.run_id, self.claim_of(target.run_id).boot_version
+        held = have.version if have and have.run_id == run_id else None
+        seen: dict[int, VersionIndex | None] = {}
+
+        def index(version: int) -> VersionIndex | None:
+            if version not in seen:
+                seen[version] = self.index(VersionRef(run_id, version))
+            return seen[version]
+
+        plans: list[Plan] = []
+        broken: ChainBroken | VersionNotFound | None = None
+        try:
+            plans.append(plan_lineage(target, held, boot, index))
+            if plans[0].start == "held":
+                return plans[0]
+        except (ChainBroken, VersionNotFound) as error:
+            broken = error
+        for kind in SHORTCUTS:
+            there = set(self.shortcuts(run_id, kind))
+
+            def shortcut(version: int, kind: Kind = kind, there: set[int] = there) -> VersionIndex | None:
+                return self.index(VersionRef(run_id, version), kind) if version in there else None
+
+            with suppress(ChainBroken, VersionNotFound):
+                plans.append(plan_lineage(target, held, boot, index, shortcut))
+        if not plans and broken is not None:
+            raise broken
+        if all(plan.needed == plans[0].needed for plan in plans):
+            return plans[0]
+        sizes = {info.key: info.size for info in self.objects.list(run_id)}
+        return min(plans, key=lambda p: sum(sizes.get(f"{i.key}/{file}", 0) for i in p.indexes for file in i.files))
 
     # --- claiming ---------------------------------------------------------------------------------
 
@@ -210,6 +259,21 @@ class VersionStore:
         self._point(ref, self._pointer)
         return index
 
+    def commit_shortcut(
+        self, ref: VersionRef, kind: Kind, description: Description, receipts: Sequence[Receipt]
+    ) -> VersionIndex:
+        """Make a shortcut to the published version exist: verify the receipts, write its index.
+
+        PublicationFailed, ChecksumMismatch; then there is no shortcut and the version stands as it was.
+        """
+        if ref != self.published:
+            raise PublicationFailed(f"a shortcut to {ref}: {self.published} is published")
+        raw = merge_receipts(ref, description, receipts)
+        index = parse_version_index(ref, raw, kind)
+        verify_files(self.objects, index.key, receipts, read_back=True)
+        self.objects.put(f"{index.key}/{INDEX_FILE}", raw)
+        return index
+
     def discard(self, ref: VersionRef) -> None:
         """Remove every file of an unpublished version, its index first."""
         if self._pointer is not None and ref.run_id == self._pointer.ref.run_id and ref <= self._pointer.ref:
@@ -288,10 +352,11 @@ class VersionStore:
             raise PointerConflict(published, published, ref, f"The next version of this run is {published.next()}.")
 
 
-def remove_version(objects: ObjectStore, ref: VersionRef) -> int:
-    """Delete a version, its index first so that it does not exist from then on; number of objects removed."""
-    index = f"{ref}/{INDEX_FILE}"
-    keys = [info.key for info in objects.list(str(ref))]
+def remove_version(objects: ObjectStore, ref: VersionRef, kind: Kind = "version") -> int:
+    """Delete a version or a shortcut, its index first so that it does not exist from then on; objects removed."""
+    prefix = version_key(ref, kind)
+    index = f"{prefix}/{INDEX_FILE}"
+    keys = [info.key for info in objects.list(prefix)]
     for key in sorted(keys, key=lambda k: k != index):
         objects.delete(key)
     return len(keys)
