@@ -59,9 +59,16 @@ def _make_quickstart(path: Path) -> None:
 COMMANDS = {
     "train": "train a policy (`train --dry-run` only checks)",
     "engine": "run one embedded engine by itself",
+    "gateway": "run the rollout endpoint of a fleet by itself",
+    "replica": "put a running SGLang-compatible server into a rollout fleet",
     "store": "look into a version store, verify and export versions",
 }
-MODULES = {"engine": "miles_disagg.engine.embedded.__main__", "store": "miles_disagg.store.inspect"}
+MODULES = {
+    "engine": "miles_disagg.engine.embedded.__main__",
+    "gateway": "miles_disagg.gateway.command",
+    "replica": "miles_disagg.rollout.command",
+    "store": "miles_disagg.store.inspect",
+}
 """Modules whose `main(argv)` is a command; imported when it is called."""
 
 

@@ -84,7 +84,7 @@ class Fleet:
         self._watch = asyncio.create_task(self._supervise(), name="supervise engines")
 
     async def _start(self, member: Member) -> None:
-        options: dict[str, Any] = {"name": member.spec.replica_id, "namespace": member.spec.base.run_id, "num_cpus": 0}
+        options: dict[str, Any] = {"name": member.spec.replica_id, "namespace": member.spec.run_id, "num_cpus": 0}
         if member.placement is not None and member.plan is not None:
             bundle = member.plan.bundles[0]
             options |= {

@@ -13,6 +13,7 @@ from miles_disagg.config.run import RunConfig
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.prompts.reward import task_reward
 from miles_disagg.replica.activation import ActivationLimits
+from miles_disagg.replica.listen import Listen
 from miles_disagg.rollout.actor import ProducerSpec, StagingSpec
 from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.host import EngineCommand, HostSpec
@@ -98,7 +99,7 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
             command=command,
             engine_url=address,
             gateways=(gateway_url,),
-            host=config.cluster.gateway_host,
+            listen=Listen(config.cluster.gateway_host),
             mode=engines.pause_generation_mode,
             start_timeout=config.timeouts.engine_start_timeout,
             limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
@@ -182,6 +183,7 @@ def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpe
         buffer_groups=capacity_groups(rollout.rollout_batch_size, pacing.async_data_buffer_capacity_factor),
         request_timeout=config.timeouts.rollout_request_timeout,
         version=version,
+        token_file=config.engines.rollout_auth_token_file,
     )
 
 

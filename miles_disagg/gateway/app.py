@@ -281,6 +281,7 @@ class GatewayApp:
                 "outstanding": len(m.outstanding),
                 "heard_seconds_ago": round(now - m.heard, 3),
                 "phase_timings": m.phase_timings,
+                "fingerprint": None if m.fingerprint is None else m.fingerprint[2],
             }
             for m in sorted(router.members, key=lambda m: m.replica_id)
         ]

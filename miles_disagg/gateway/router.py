@@ -11,7 +11,7 @@ import math
 import random
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from miles_disagg.domain.errors import (
     WeightVersionGone,
     WeightVersionNotReady,
 )
-from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id
+from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id, version_directory
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 _URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]{1,255}/?")
@@ -58,6 +58,8 @@ class Member:
     suspect_until: float = 0.0
     outstanding: set[Outstanding] = field(default_factory=set)
     others: int = 0  # requests there that are not ours, at the last heartbeat
+    fingerprint: tuple[str, str, str] | None = None  # version, digest as published, digest as served
+    says_ready: bool = False
 
     @property
     def taken(self) -> int:
@@ -129,8 +131,15 @@ class Router:
             self._list.append(member)
         before = (member.run_id, member.applied, member.ready, member.latest)
         member.run_id, member.applied, member.latest = run_id, applied, latest
-        member.state, member.ready = message.get("state", "booting"), message.get("ready", False)
+        member.state, member.says_ready = message.get("state", "booting"), message.get("ready", False)
         member.reason = message.get("reason", "")
+        fingerprint = _fingerprint(message)
+        if fingerprint != member.fingerprint:
+            member.fingerprint = fingerprint
+            for other in self._list:  # who was seen to serve what may change for all at this version
+                if other is not member and other.fingerprint and fingerprint and other.fingerprint[0] == fingerprint[0]:
+                    self._judge(other)
+        self._judge(member)
         member.active = _version(message, "active_requests") or 0
         member.max_in_flight = limit
         member.phase_timings = message.get("phase_timings", {})
@@ -145,6 +154,21 @@ class Router:
             self._forget_runs()
             self._notify()
         return member
+
+    def _judge(self, member: Member) -> None:
+        """A member is ready if it says so and its live weights, where they were looked at, are the published ones.
+
+        Which digest is the published one is what most replicas found in the store.
+        """
+        member.ready, found = member.says_ready, member.fingerprint
+        if found is None:
+            return
+        version, _, live = found
+        votes = Counter(m.fingerprint[1] for m in self._list if m.fingerprint and m.fingerprint[0] == version)
+        published = votes.most_common(1)[0][0]
+        if live != published and version == f"{member.run_id}/{version_directory(member.applied or 0)}":
+            member.ready = False
+            member.reason = f"fingerprint {live[:12]} of its live weights is not the published {published[:12]}"
 
     def goodbye(self, replica_id: str) -> bool:
         """A replica leaves. False if it was not known."""
@@ -335,6 +359,16 @@ def _version(message: Mapping[str, Any], name: str) -> int | None:
     if value is not None and (type(value) is not int or value < 0):
         raise InvalidRequest(f"{name}: must be a non-negative integer or null")
     return value
+
+
+def _fingerprint(message: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    value = message.get("fingerprint")
+    if value is None:
+        return None
+    parts = [value.get(name) for name in ("version", "published", "live")] if isinstance(value, dict) else [None]
+    if not all(isinstance(part, str) and len(part) <= 200 for part in parts):
+        raise InvalidRequest("fingerprint: must be null or an object with the texts version, published and live")
+    return parts[0], parts[1], parts[2]
 
 
 def _weight(session_id: str, replica_id: str) -> bytes:

@@ -54,12 +54,12 @@ class Registration:
         """One heartbeat."""
         status = self._replica.status()
         names = ("replica_id", "run_id", "applied", "latest", "state", "ready", "reason", "active_requests")
-        timings = {"phase_timings": status["phase_timings"], "max_in_flight": status["max_in_flight"]}
-        return {"url": self._url, **{name: status[name] for name in names}, **timings}
+        names += ("phase_timings", "max_in_flight", "fingerprint")
+        return {"url": self._url, **{name: status[name] for name in names}}
 
     def _visible(self) -> tuple[Any, ...]:
         replica = self._replica
-        return replica.applied, replica.state, replica.gate.latest
+        return replica.applied, replica.state, replica.gate.latest, replica.fingerprint
 
     async def _beat(self, session: aiohttp.ClientSession, gateway: str) -> None:
         heard = True

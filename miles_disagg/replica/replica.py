@@ -39,6 +39,7 @@ class Replica:
         self.activator = Activator(engine, self.gate, loader=loader, limits=settings.activation)
         self.activity: str | None = None  # what the reconciler is doing, if anything
         self.timings: dict[str, float] = {}  # seconds of the last activation, by phase
+        self.fingerprint: Any = None  # what `proof` last saw of the live weights, if anything
         self.started = time.time()
 
     async def attach(self, run_id: str | None = None) -> VersionRef | None:
@@ -110,6 +111,7 @@ class Replica:
             "ready": self.ready,
             "reason": gate.reason,
             "phase_timings": self.timings,
+            "fingerprint": None if self.fingerprint is None else self.fingerprint.to_json(),
             "active_requests": gate.active,
             "max_in_flight": gate.max_in_flight,
             "pause_generation_mode": gate.mode,

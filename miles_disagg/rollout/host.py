@@ -24,9 +24,10 @@ from miles_disagg.observe.events import Timeline
 from miles_disagg.replica.activation import Activation, ActivationLimits
 from miles_disagg.replica.app import ReplicaServer, serve
 from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
+from miles_disagg.replica.listen import Listen
+from miles_disagg.replica.proof import ProvenStager, Prover
 from miles_disagg.replica.reconciler import Reconciler
 from miles_disagg.replica.replica import Replica, ReplicaSettings
-from miles_disagg.replica.staging import DiskStager
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ class EngineCommand:
     python: str | None = None
     args: tuple[str, ...] = ()
 
-    def spec(self, port: int, version: VersionRef) -> launch.LaunchSpec:
-        """The command line on `port`, stamped `version`."""
+    def spec(self, port: int, version: VersionRef | None) -> launch.LaunchSpec:
+        """The command line on `port`, stamped `version` (None: of no run)."""
         common: dict[str, Any] = {
             "port": port,
             "device": self.device,
-            "weight_version": str(version),
+            "weight_version": "default" if version is None else str(version),
             "args": self.args,
         }
         if self.kind == "sglang":
@@ -60,22 +61,30 @@ class HostSpec:
     """What one engine host runs.
 
     command: how to start the engine's process (None: `engine_url` is an attached engine's). base: version of the
-    checkpoint that the process is started from. gateways: URLs that the replica registers with. Times in seconds.
+    checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
+    URLs that the replica registers with. verify_interval: between looks at the live weights (None: never). Times in
+    seconds.
     """
 
     replica_id: str
-    base: VersionRef
+    base: VersionRef | None
     command: EngineCommand | None
     engine_url: str | None = None
     gateways: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    advertise_host: str | None = None
+    listen: Listen = field(default_factory=Listen)
+    api_key: str | None = None
     mode: PauseMode = "in_place"
     max_in_flight: int = 4096
     start_timeout: float = 300.0
     limits: ActivationLimits = field(default_factory=ActivationLimits)
     watch_interval: float = 0.5
     restart_limit: int = 5
+    verify_interval: float | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """The only run that is served; None: whichever the store names."""
+        return None if self.base is None else self.base.run_id
 
 
 class EngineHost:
@@ -87,7 +96,7 @@ class EngineHost:
         *,
         source: LatestSource | None,
         stager: Callable[[], Stager] | None,
-        sink: ActivationSink,
+        sink: ActivationSink | None,
     ):
         self.spec, self._source, self._make_stager, self._sink = spec, source, stager, sink
         self.timeline = Timeline(spec.replica_id)
@@ -95,7 +104,8 @@ class EngineHost:
         self._port = 0
         self._server: ReplicaServer | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._stager: Stager | None = None
+        self._stager: ProvenStager | None = None
+        self._proving: asyncio.Task[None] | None = None
         self.replica: Replica | None = None
         self.restarts = 0
         self.process_up = False
@@ -105,11 +115,11 @@ class EngineHost:
         """Start the engine and serve it; the replica's URL. EngineStartError carries the engine's last lines."""
         spec = self.spec
         url = spec.engine_url or await self._launch()
-        engine = SGLangEngine(url)
+        engine = SGLangEngine(url, spec.api_key)
         settings = ReplicaSettings(spec.replica_id, spec.mode, spec.max_in_flight, activation=spec.limits)
         self.replica = Replica(settings, engine)
         try:
-            served = await self.replica.attach(spec.base.run_id)
+            served = await self.replica.attach(spec.run_id)
             if served is None and self._make_stager is None:
                 info = await engine.server_info()
                 raise EngineError(
@@ -118,16 +128,17 @@ class EngineHost:
                 )
             reconciler = None
             if self._make_stager is not None and self._source is not None:
-                self._stager = self._make_stager()
+                self._stager = ProvenStager(self._make_stager())
                 reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink)
-            self._server = await serve(
-                self.replica, reconciler, host=spec.host, advertise_host=spec.advertise_host, gateways=spec.gateways
-            )
-            if served is not None:
+            self._server = await _serve(self.replica, reconciler, spec)
+            if served is not None and self._sink is not None:
                 await self._sink.record_activation(spec.replica_id, served, time.time())
         except BaseException:
             await self.stop()
             raise
+        if self._stager is not None and spec.verify_interval is not None:
+            prover = Prover(self.replica, self._stager, spec.verify_interval)
+            self._proving = asyncio.create_task(prover.run(), name=f"prove {spec.replica_id}")
         if spec.command is not None:
             self._watch = asyncio.create_task(self._watch_process(), name=f"watch {spec.replica_id}")
         return self._server.url
@@ -161,7 +172,7 @@ class EngineHost:
                 try:
                     await self._process.stop()
                     await self._launch()
-                    await replica.attach(self.spec.base.run_id)
+                    await replica.attach(self.spec.run_id)
                 except MilesDisaggError as error:
                     log.warning("%s: restart failed: %s", self.spec.replica_id, error)
 
@@ -199,7 +210,8 @@ class EngineHost:
         replica.note(report)
         now = time.time()
         self.timeline.add("pause", now - report.pause_seconds, now, report.ref.version)
-        await self._sink.record_activation(self.spec.replica_id, report.ref, now)
+        if self._sink is not None:
+            await self._sink.record_activation(self.spec.replica_id, report.ref, now)
         return report
 
     async def abort_update(self, reason: str) -> None:
@@ -224,18 +236,35 @@ class EngineHost:
             raise EngineError(f"{self.spec.replica_id} has not started")
         return self.replica
 
-    async def stop(self) -> None:
-        """Leave the gateway, end requests, stop the process (managed). Nothing is left running."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Leave the gateway, let requests finish for `drain_seconds`, end the rest, stop the process (managed).
+
+        Nothing is left running."""
+        for task in (self._watch, self._proving):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         if self._server is not None:
-            await self._server.stop()
+            await self._server.stop(drain_seconds)
         if self.replica is not None:
             await self.replica.close()
             await self.replica.engine.close()
-        if isinstance(self._stager, DiskStager):
+        if self._stager is not None:
             self._stager.close()
         if self._process is not None:
             await self._process.stop()
+
+
+async def _serve(replica: Replica, reconciler: Reconciler | None, spec: HostSpec) -> ReplicaServer:
+    listen = spec.listen
+    return await serve(
+        replica,
+        reconciler,
+        host=listen.host,
+        port=listen.port,
+        advertise_host=listen.advertise_host,
+        token=listen.token,
+        tls=listen.tls.context() if listen.tls else None,
+        gateways=spec.gateways,
+    )
