@@ -77,6 +77,9 @@ def publication_spec(config: RunConfig, device: str) -> PublicationSpec:
         bucket_bytes=weights.update_weight_buffer_size,
         backend="nccl" if device == "cuda" else "gloo",
         timeout=config.timeouts.update_weights_timeout,
+        encoding=weights.encoding,
+        snapshot_device=weights.update_weight_snapshot_device,
+        post_write_path=weights.custom_update_weight_post_write_path,
     )
 
 
@@ -92,7 +95,8 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
         staging = None
         if weights.transport == "disk":
             directory = config.local_checkpoint_dir / name
-            staging = StagingSpec(config.version_store, directory, config.checkpoint.absolute())
+            hook = weights.custom_update_weight_pre_read_path
+            staging = StagingSpec(config.version_store, directory, config.checkpoint.absolute(), hook)
         spec = HostSpec(
             replica_id=name,
             base=base,
@@ -122,6 +126,8 @@ def _engine_command(config: RunConfig, name: str, device: str) -> EngineCommand:
     else:
         share = -(-config.max_concurrent_samples // max(1, engines.num_managed_engines))
         args += ["--max-running-requests", str(min(256, max(16, share)))]
+        if engines.rollout_decode_interval:
+            args += ["--decode-interval", str(engines.rollout_decode_interval)]
     return EngineCommand(
         kind=engines.rollout_engine,
         model_path=str(config.checkpoint.absolute()),

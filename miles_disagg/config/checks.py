@@ -174,6 +174,8 @@ def _sglang(config: RunConfig) -> Iterator[str]:
             )
         if engines.sglang_python:
             yield "--sglang-python has no effect without --rollout-engine sglang: give both"
+    if engines.rollout_decode_interval and (engines.topology != "managed" or engines.rollout_engine != "embedded"):
+        yield "--rollout-decode-interval slows managed embedded engines only: drop it"
     for name in engines.sglang_args:
         if name in _OWNED_SERVER_ARGS:
             yield f"--sglang-{name} is set by this program: use {_OWNED_SERVER_ARGS[name]}"

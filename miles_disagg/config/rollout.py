@@ -7,6 +7,7 @@ from tyro.conf import Suppress
 
 from miles_disagg.config.base import (
     Bounds,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -59,6 +60,8 @@ class EngineConfig(Section):
     """CPU cores reserved for each managed engine."""
     rollout_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Weights of managed engines: auto is the checkpoint's dtype."""
+    rollout_decode_interval: NonNegativeFloat = 0.0
+    """Least seconds per decode step of an embedded engine: imitates a larger model in benchmarks."""
     sglang_python: str | None = None
     """Python of the virtual environment that SGLang runs from; unset: this one."""
     sglang_args: Annotated[dict[str, tuple[str, ...]], Suppress] = Field(default_factory=dict)

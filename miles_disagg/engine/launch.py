@@ -23,6 +23,7 @@ import aiohttp
 
 from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, EngineStartError
 from miles_disagg.engine import guard
+from miles_disagg.engine.inplace import HOOK, PLUGIN_PATH
 
 LOG_LINES = 50
 _POLL_SECONDS = 0.2
@@ -97,7 +98,8 @@ def sglang(
 ) -> LaunchSpec:
     """A stock SGLang server, run by `python` (`--sglang-python`; None: this interpreter).
 
-    Another interpreter does not see this one's PYTHONPATH; what it shall see goes into `env`.
+    Another interpreter does not see this one's PYTHONPATH; what it shall see goes into `env`. Every server can load
+    `engine.inplace`'s plugin; whether it is used is `replica.inplace`'s.
     """
     if python is not None and not os.access(python, os.X_OK):
         raise ConfigError(
@@ -116,6 +118,9 @@ def sglang(
     if api_key:
         command += ["--api-key", api_key]
     unset = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python is not None else ()
+    command += ["--custom-weight-loader", HOOK]
+    inherited = os.environ.get("PYTHONPATH") if python is None else None
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PLUGIN_PATH), inherited)))
     return LaunchSpec((*command, *args), host, port, str(model_path), {**environment, **(env or {})}, unset, api_key)
 
 

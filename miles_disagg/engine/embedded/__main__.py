@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-total-tokens", type=int, help="size of the KV cache in tokens; default: by memory")
     p.add_argument("--max-prefill-tokens", type=int, default=8192, help="prompt tokens run in one forward pass")
     p.add_argument("--stream-interval", type=int, default=1, help="tokens between two chunks of a stream")
+    p.add_argument(
+        "--decode-interval", type=float, default=0.0, help="least seconds per decode step: imitates a slower engine"
+    )
     p.add_argument("--weight-version", default="default", help="version stamp of the checkpoint at start")
     p.add_argument("--served-model-name", help="default: the model path")
     p.add_argument("--api-key", help="demand it as a bearer token")
@@ -65,6 +68,8 @@ def _check(args: argparse.Namespace) -> str | None:
     for name in ("max_running_requests", "max_prefill_tokens", "stream_interval", "threads"):
         if getattr(args, name) < 1:
             return f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+    if not 0 <= args.decode_interval < 60:
+        return f"--decode-interval {args.decode_interval} is not in [0, 60) seconds"
     for name in ("context_length", "max_total_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 2:
             return f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}"
@@ -154,7 +159,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, Any, Any, Any]:
     )
     text = Text(args.model_path)
     eos = end_tokens(args.model_path, runner.config, text)
-    scheduler = Scheduler(runner, text, eos, args.weight_version, args.stream_interval)
+    scheduler = Scheduler(runner, text, eos, args.weight_version, args.stream_interval, args.decode_interval)
     launched = Launched(
         model_path=str(args.model_path),
         served_model_name=args.served_model_name or str(args.model_path),

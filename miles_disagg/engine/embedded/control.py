@@ -17,6 +17,8 @@ from miles_disagg.domain.errors import InvalidRequest, MilesDisaggError, UpdateF
 from miles_disagg.engine.base import PAUSE_MODES
 from miles_disagg.engine.embedded.scheduler import Scheduler
 from miles_disagg.engine.embedded.weights import Staged, UpdateGroups, stage_from_disk, stage_from_pickle
+from miles_disagg.engine.inplace import HOOK, miles_inplace
+from miles_disagg.engine.tensors import deserialize
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Control:
         info = {
             "version": it.version,
             "engine": "miles-disagg-embedded",
+            "custom_weight_loader": [HOOK],
             "model_path": self.model_path,
             "tokenizer_path": it.model_path,
             "served_model_name": it.served_model_name,
@@ -198,6 +201,10 @@ class Control:
             raise InvalidRequest("serialized_named_tensors must be a list of base64 strings")
 
         async def stage() -> Staged:
+            if body.get("load_format") == HOOK:
+                named = await asyncio.to_thread(deserialize, payloads[0])
+                await asyncio.wrap_future(self.scheduler.update(lambda: miles_inplace.apply(self.weights, named)))
+                return {}
             return await asyncio.to_thread(stage_from_pickle, payloads, body.get("load_format"), self.weights)
 
         return await self._update(body, stage)

@@ -41,10 +41,20 @@ class _Update:
 class Scheduler:
     """Owns the runner and every request. `start` the thread, `submit` requests, `call` functions between steps."""
 
-    def __init__(self, runner: ModelRunner, text: Text, eos: frozenset[int], version: str, stream_interval: int = 1):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        text: Text,
+        eos: frozenset[int],
+        version: str,
+        stream_interval: int = 1,
+        decode_interval: float = 0.0,
+    ):
         self.runner, self.text, self.eos = runner, text, eos
         self.version = version
         self.stream_interval = stream_interval
+        self.decode_interval = decode_interval  # seconds from one decode step to the next, at least
+        self._decoded = 0.0
         self.paused: PauseMode | None = None
         self.rows: list[Request] = []  # row i of the cache is rows[i]
         self.waiting: deque[Request | _Update] = deque()
@@ -193,6 +203,8 @@ class Scheduler:
         if not self.rows:
             return
         self._make_room()
+        time.sleep(max(0.0, self._decoded + self.decode_interval - time.monotonic()))
+        self._decoded = time.monotonic()
         logits = self.runner.decode([r.output[-1] for r in self.rows], [r.length - 1 for r in self.rows])
         self.steps += 1
         self._accept(self.rows, logits)

@@ -6,7 +6,7 @@ So a refused update changes nothing. Where the tensors come from (disk, process 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,20 @@ class ServedWeights:
         """Copy what `check` returned into the live tensors, converting dtype where it differs."""
         for name, tensor in checked.items():
             self.live[name].copy_(tensor)
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors by HF name, one at a time, as SGLang's models do: what `engine.inplace` watches."""
+        for name, tensor in named:
+            if name in self.live:
+                self.live[name].data.copy_(tensor)
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The live tensors."""
+        return self.live.items()
+
+    def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """None: `named_parameters` has them."""
+        return ()
 
     def get(self, name: str) -> torch.Tensor | None:
         """A live tensor by its HF name (also a tied one), or None."""
