@@ -1,0 +1,148 @@
+"""One rank's session: the map, the patch being staged, and the thread that answers on `rank-<n>.sock`.
+
+One JSON object a line in, one out: {"ok": true, ...} or {"ok": false, "error": "..."}. The thread works on a stream of
+its own while the scheduler serves; `commit` alone runs in the scheduler, between two batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .weights import LiveWeights, Staged
+
+
+class Session:
+    """Opens in the scheduler (milliseconds: nothing is read but headers). `failure`: why the model cannot be mapped."""
+
+    def __init__(self, model: Any, directory: str, checkpoint: str):
+        self._lock = threading.Lock()
+        self._staged: tuple[str, Staged] | None = None
+        self._results: dict[str, dict[str, Any]] = {}
+        self._tracked: int | None = None  # fingerprint that the live weights should have
+        self.failure: str | None = None
+        self._weights: LiveWeights | None = None
+        begun = time.perf_counter()
+        try:
+            self._weights = LiveWeights(model, checkpoint)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+        self._opened_in = time.perf_counter() - begun
+        distributed = torch.distributed
+        rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(os.path.join(directory, f"rank-{rank}.sock"))
+        self._server.listen(4)
+        threading.Thread(target=self._serve, name="miles-inplace", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def commit(self, identity: str) -> None:
+        """In the scheduler: scatter what was staged as `identity` and note how it went. Never raises."""
+        begun = time.perf_counter()
+        try:
+            with self._lock:
+                staged, self._staged = self._staged, None
+                if staged is None or staged[0] != identity:
+                    raise RuntimeError(f"{identity} is not staged")
+                if not self._live.unmoved():
+                    raise RuntimeError("parameters were moved since the map was recorded")
+                if self._live.device.type == "cuda":
+                    torch.cuda.synchronize(self._live.device)  # a batch may still be running on another stream
+                self._live.scatter(staged[1])
+                if self._tracked is not None:
+                    self._tracked = (self._tracked + staged[1].added) % 2**64
+            self._results[identity] = {"ok": True, "seconds": time.perf_counter() - begun}
+        except BaseException as error:
+            self._tracked = None
+            self._results[identity] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    # --- in the thread ------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> LiveWeights:
+        if self._weights is None:
+            raise RuntimeError(self.failure)
+        return self._weights
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                with connection, connection.makefile("rwb") as stream:
+                    for line in stream:
+                        stream.write(json.dumps(self._answer(line)).encode() + b"\n")
+                        stream.flush()
+            except Exception:
+                continue
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        begun = time.perf_counter()
+        try:
+            request = json.loads(line)
+            action = getattr(self, "_do_" + request.pop("op"))
+            with torch.no_grad(), self._own_stream():
+                out = action(**request)
+            return {"ok": True, "seconds": time.perf_counter() - begun, **out}
+        except BaseException as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        device = None if self._weights is None else self._weights.device
+        if device is None or device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    def _do_status(self) -> dict[str, Any]:
+        return {"opened_in": self._opened_in, **self._live.describe()}
+
+    def _do_probe(self, directory: str, limit: int) -> dict[str, Any]:
+        return {"mismatch": self._live.probe(directory, limit)}
+
+    def _do_compare(self, directory: str) -> dict[str, Any]:
+        return {"wrong": self._live.compare(directory), "elements": self._live.describe()["elements"]}
+
+    def _do_stage(self, id: str, patch: str) -> dict[str, Any]:
+        with self._lock:
+            self._staged = None
+        staged = self._live.stage(patch)
+        with self._lock:
+            self._staged = (id, staged)
+        return {"elements": staged.elements, "changed": staged.changed}
+
+    def _do_discard(self) -> dict[str, Any]:
+        with self._lock:
+            self._staged = None
+        return {}
+
+    def _do_result(self, id: str) -> dict[str, Any]:
+        return {"result": self._results.pop(id, {"ok": False, "error": "the scheduler was never asked"})}
+
+    def _do_verify(self) -> dict[str, Any]:
+        """Fingerprint all live weights and compare with the one tracked; the first call only takes it."""
+        live = self._live.fingerprint()
+        tracked, self._tracked = self._tracked, live
+        return {"same": tracked is None or tracked == live, "fingerprint": live}
+
+    def _do_export(self, path: str, begins: dict[str, int]) -> dict[str, Any]:
+        return {"converted": self._live.export(path, begins)}

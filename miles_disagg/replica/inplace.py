@@ -1,0 +1,240 @@
+"""In-place activation, the replica's side: `InPlaceLoader` stages a verified patch in the engine and commits it.
+
+The engine has loaded `engine.inplace`'s plugin, which listens on a Unix socket per rank (so engine and replica share a
+host). Whatever cannot be done in place is reloaded from the materialized checkpoint, and said. How the scatter works is
+the plugin's; pausing is `activation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from miles_disagg.domain.errors import EngineError, EngineUnavailable, MilesDisaggError, UpdateFailed
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.engine.base import Engine
+from miles_disagg.engine.inplace import HOOK
+from miles_disagg.engine.tensors import serialize
+from miles_disagg.replica.activation import ReloadLoader
+from miles_disagg.replica.base import Materialized
+from miles_disagg.weights.checkpoint import open_checkpoint
+from miles_disagg.weights.digest import digest
+
+log = logging.getLogger(__name__)
+_PROBE_SAMPLES = 2048  # elements of each piece of a tensor that are compared with the checkpoint
+_DENSE = 0.5  # a patch above this share of the checkpoint's bytes is reloaded
+_LINE = 1 << 26
+
+
+class InPlaceUnavailable(EngineError):
+    """In-place activation cannot be used with this engine; the message says why."""
+
+
+class Plugin:
+    """The plugin's sessions on every rank of one engine. deadline: seconds for one answer."""
+
+    def __init__(self, engine: Engine, *, deadline: float = 120.0):
+        self._engine, self._deadline = engine, deadline
+        self._directory: Path | None = None
+        self._ranks = 1
+
+    async def open(self, checkpoint: Path) -> dict[str, Any]:
+        """Record the map from `checkpoint`'s names and shapes to the live weights. InPlaceUnavailable says why not.
+
+        The engine must be idle or paused: the request waits for running ones.
+        """
+        info = await self._engine.server_info()
+        loaders = info.get("custom_weight_loader") or []
+        if HOOK not in loaders:
+            raise InPlaceUnavailable(f"the engine was not started with --custom-weight-loader {HOOK}")
+        for name, wanted in (("nnodes", 1), ("dp_size", 1), ("pp_size", 1), ("speculative_algorithm", None)):
+            if info.get(name, wanted) != wanted:
+                raise InPlaceUnavailable(f"the engine runs with {name} {info[name]}, which is not supported in place")
+        self._ranks = int(info.get("tp_size") or 1)
+        self.close()
+        self._directory = Path(tempfile.mkdtemp(prefix="miles-"))
+        request = {"op": "open", "directory": str(self._directory), "checkpoint": str(checkpoint.absolute())}
+        await self._hook(request, str(info.get("weight_version")))
+        rows = await self.ask("status")
+        return {**rows[0], "ranks": len(rows)}
+
+    async def commit(self, identity: str, version: str) -> None:
+        """Scatter what was staged, stamp `version`. EngineError if a rank did not."""
+        await self._hook({"op": "commit", "id": identity}, version)
+        for answer in await self.ask("result", id=identity):
+            if not answer["result"]["ok"]:
+                raise EngineError(f"in-place scatter failed: {answer['result']['error']}")
+
+    async def ask(self, op: str, **fields: Any) -> list[dict[str, Any]]:
+        """Ask every rank's session; their answers. InPlaceUnavailable with the first error."""
+        if self._directory is None:
+            raise InPlaceUnavailable("no session is open")
+        sockets = [self._directory / f"rank-{rank}.sock" for rank in range(self._ranks)]
+        answers = await asyncio.gather(*(self._ask(path, {"op": op, **fields}) for path in sockets))
+        for rank, answer in enumerate(answers):
+            if not answer["ok"]:
+                raise InPlaceUnavailable(f"rank {rank}: {answer['error']}")
+        return answers
+
+    async def digests(self, checkpoint: Path) -> dict[str, str]:
+        """xxh3-128 of every tensor as it is served, by its name in `checkpoint`, whose names and shapes are used."""
+        with open_checkpoint(checkpoint) as opened:
+            infos, begins, total = dict(opened.tensors), {}, 0
+            for name, info in infos.items():
+                begins[name] = total
+                total += -(-(info.end - info.begin) // 8) * 8
+        with tempfile.NamedTemporaryFile(prefix="miles-export-", dir=_scratch()) as file:
+            file.truncate(max(1, total))
+            answers = await self.ask("export", path=file.name, begins=begins)
+            if converted := answers[0]["converted"]:
+                raise InPlaceUnavailable(f"{len(converted)} tensors are served in another dtype, first {converted[0]}")
+            return await asyncio.to_thread(_digests, Path(file.name), infos, begins)
+
+    def close(self) -> None:
+        """Forget the sessions."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    async def _hook(self, request: Mapping[str, Any], version: str) -> None:
+        raw = torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
+        payload = serialize([("request", raw)])
+        await self._engine.update_from_tensor(
+            [payload] * self._ranks, load_format=HOOK, version=version, flush_cache=False
+        )
+
+    async def _ask(self, path: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._deadline):
+                reader, writer = await asyncio.open_unix_connection(str(path), limit=_LINE)
+                try:
+                    writer.write(json.dumps(request).encode() + b"\n")
+                    await writer.drain()
+                    line = await reader.readline()
+                finally:
+                    writer.close()
+        except TimeoutError:
+            raise InPlaceUnavailable(f"{request['op']}: no answer within {self._deadline:g} s") from None
+        except OSError as error:
+            raise InPlaceUnavailable(f"{request['op']}: the engine's plugin does not answer ({error})") from None
+        if not line:
+            raise InPlaceUnavailable(f"{request['op']}: the engine closed the connection")
+        return json.loads(line)
+
+
+class InPlaceLoader:
+    """`activation.Loader`: a patch that follows what the engine holds is scattered, anything else is reloaded.
+
+    checkpoint: of any version, for names and shapes. verify_every: after so many scatters the fingerprint of all live
+    weights is recomputed (before the pause) and must be the one that was tracked.
+    """
+
+    def __init__(self, engine: Engine, checkpoint: Path, *, verify_every: int = 32, deadline: float = 120.0):
+        self.plugin = Plugin(engine, deadline=deadline)
+        self._engine, self._checkpoint, self._verify_every = engine, checkpoint, verify_every
+        self._holds: VersionRef | None = None
+        self._staged: tuple[VersionRef, str] | None = None
+        self._open = False
+        self.scattered = 0
+        self.reloaded: list[tuple[VersionRef, str]] = []  # with the reasons
+
+    async def open(self, holds: VersionRef, checkpoint: Path | None = None) -> dict[str, Any]:
+        """Record the map and check it against `checkpoint`, which the engine holds. InPlaceUnavailable says why not."""
+        checkpoint = checkpoint or self._checkpoint
+        self._open, self._holds = False, None
+        try:
+            described = await self.plugin.open(checkpoint)
+            for rank, answer in enumerate(
+                await self.plugin.ask("probe", directory=str(checkpoint), limit=_PROBE_SAMPLES)
+            ):
+                if answer["mismatch"]:
+                    raise InPlaceUnavailable(f"rank {rank}: {answer['mismatch']} is not where its map says")
+            await self.plugin.ask("verify")
+        except UpdateFailed as error:
+            raise InPlaceUnavailable(str(error)) from error
+        self._open, self._holds = True, holds
+        return described
+
+    def describe(self) -> dict[str, Any]:
+        """For a status page: how many versions were scattered, how many reloaded, and why the last one was."""
+        last = f"{self.reloaded[-1][0]}: {self.reloaded[-1][1]}" if self.reloaded else None
+        mode: Literal["in-place", "reload"] = "in-place" if self._open else "reload"
+        return {"mode": mode, "in_place": self.scattered, "reloads": len(self.reloaded), "last_reload": last}
+
+    async def stage(self, target: Materialized) -> None:
+        """Map the patch and put it on the device, or find out why the checkpoint has to be reloaded."""
+        self._staged = None
+        reason = self._why_not(target)
+        if reason is None:
+            identity = uuid.uuid4().hex
+            try:
+                due = self._verify_every and self.scattered % self._verify_every == self._verify_every - 1
+                if due and not all(answer["same"] for answer in await self.plugin.ask("verify")):
+                    raise InPlaceUnavailable("the live weights' fingerprint is not the one tracked")
+                await self.plugin.ask("stage", id=identity, patch=str(target.patch))
+                self._staged = (target.ref, identity)
+            except EngineError as error:
+                reason = str(error)
+        if reason is not None:
+            log.warning("%s is reloaded, not activated in place: %s", target.ref, reason)
+            self.reloaded.append((target.ref, reason))
+            del self.reloaded[:-1000]
+
+    def _why_not(self, target: Materialized) -> str | None:
+        if not self._open:
+            return "no session is open in the engine"
+        if target.patch is None or target.previous is None:
+            return "it was built anew, there is no patch"
+        if target.previous != self._holds:
+            return f"its patch starts from {target.previous}, the engine holds {self._holds}"
+        with contextlib.suppress(OSError):
+            whole = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
+            if target.patch.stat().st_size > _DENSE * whole:
+                return "its patch is dense"
+        return None
+
+    async def load(self, engine: Engine, target: Materialized) -> None:
+        """Scatter what was staged for `target`; failing that, reload its checkpoint."""
+        staged, self._staged = self._staged, None
+        self._holds, touched = None, False
+        if staged is not None and staged[0] == target.ref:
+            try:
+                touched = True
+                await self.plugin.commit(staged[1], str(target.ref))
+                self._holds = target.ref
+                self.scattered += 1
+                return
+            except EngineUnavailable:
+                raise
+            except EngineError as error:
+                log.warning("%s: %s; reloading", target.ref, error)
+                self.reloaded.append((target.ref, str(error)))
+        try:
+            await ReloadLoader().load(engine, target)
+        except UpdateFailed as error:
+            if touched:  # the refused reload changed nothing, but the scatter may have
+                raise EngineError(f"after a failed scatter the checkpoint could not be reloaded: {error}") from error
+            raise
+        with contextlib.suppress(MilesDisaggError):
+            await self.open(target.ref, target.path)
+
+
+def _scratch() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _digests(path: Path, infos: Mapping[str, Any], begins: Mapping[str, int]) -> dict[str, str]:
+    import numpy as np
+
+    raw = np.memmap(path, np.uint8, "r")
+    return {n: digest(raw[begins[n] : begins[n] + i.end - i.begin], "xxh3-128") for n, i in infos.items()}
