@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_disagg.cluster import resume
 from miles_disagg.config.checks import check, within_range
 from miles_disagg.config.machine import Machine
 from miles_disagg.config.resolve import is_url
@@ -31,6 +32,7 @@ def preflight(config: RunConfig, machine: Machine | None) -> list[str]:
     config = within_range(config)
     model, found = _model(config)
     problems.extend(found)
+    problems.extend(resume.problems(config))
     problems.extend(_reward(config))
     problems.extend(_task(config))
     problems.extend(_store(config))
@@ -136,7 +138,7 @@ def _store(config: RunConfig) -> list[str]:
         claim = store.claim_of(newest.run_id) if newest is not None else None
     except MilesDisaggError as error:
         return [f"{name} {root}: {error}"]
-    if claim is None or not claim.is_live(time.time()):
+    if claim is None or not claim.is_live(time.time()) or (config.output.load and claim.run_id == config.output.run_id):
         return []
     return [f"{name} {root} is in use by {claim.describe()}: wait for its end, or give another directory"]
 

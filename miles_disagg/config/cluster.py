@@ -1,5 +1,7 @@
 """Where the run lives: Ray, network addresses, deadlines, directories and trackers."""
 
+from typing import Literal
+
 from miles_disagg.config.base import Port, PositiveFloat, PositiveInt, Seconds, Section
 
 
@@ -61,4 +63,12 @@ class OutputConfig(Section):
     use_wandb: bool = False
     """Log to Weights & Biases (offline without a key)."""
     save_interval: PositiveInt | None = None
-    """Save a trainer checkpoint to RUN_DIR/checkpoints every N steps; unset: never."""
+    """Save a checkpoint to RUN_DIR/checkpoints every N steps and after the last one; unset: never."""
+    save_total_limit: PositiveInt | None = None
+    """Keep this many checkpoints, the newest ones; unset: all."""
+    save_on_interrupt: bool = False
+    """At Ctrl-C or SIGTERM, finish the step, save a checkpoint and end; a second signal ends at once."""
+    load: str | None = None
+    """Run directory to continue from its newest checkpoint; its config.yaml lies below all other flags and files."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue the run in --run-dir if there is one, else start it."""

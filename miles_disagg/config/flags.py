@@ -1,6 +1,7 @@
 """From a command line and YAML files to a RunConfig, and from a RunConfig to YAML.
 
-Precedence: flag, then file (the last `--config` wins), then default. Only types and names are checked here; whether
+Precedence: flag, then file (the last `--config` wins), then the saved configuration of a run that is continued (--load,
+--resume auto), then default. Only types and names are checked here; whether
 the values make sense together is `checks`.
 """
 
@@ -18,7 +19,9 @@ from miles_disagg.config.run import RunConfig
 from miles_disagg.domain.errors import ConfigError
 
 SGLANG_PREFIX = "sglang_"
-_UNSAVED = ("dry_run",)
+CONFIG_FILE = "config.yaml"
+"""Name of the saved configuration in a run directory."""
+_UNSAVED = ("dry_run", "load", "resume")
 
 
 @cache
@@ -51,15 +54,45 @@ def parse_run(argv: Sequence[str], prog: str = "miles-disagg train") -> RunConfi
     """
     argv, files = _take_config_files(list(argv))
     argv, passed = _take_sglang(argv)
-    config = load_files(files)
-    config = tyro.cli(
+    config = _parse(argv, load_files(files), prog)
+    continued = _continued(config)
+    if continued is not None:
+        config = _parse(argv, load_files([str(continued / CONFIG_FILE), *files]), prog)
+        config = config.replace(load=str(continued), run_dir=str(continued))
+    config = config.replace(sglang_args={**config.engines.sglang_args, **passed}) if passed else config
+    return _weights_for_a_service(config)
+
+
+def _continued(config: RunConfig) -> Path | None:
+    """Directory of the run that this configuration continues, if it is one."""
+    output = config.output
+    if output.load:
+        given = output.load
+    elif output.resume == "auto" and output.run_dir:
+        given = output.run_dir
+    else:
+        return None
+    run_dir = Path(given).expanduser().absolute()
+    return run_dir if (run_dir / CONFIG_FILE).is_file() else None
+
+
+def _parse(argv: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
+    return tyro.cli(
         RunConfig,
         prog=prog,
         args=argv,
         default=config,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
     )
-    return config.replace(sglang_args={**config.engines.sglang_args, **passed}) if passed else config
+
+
+def _weights_for_a_service(config: RunConfig) -> RunConfig:
+    """A rollout service only reads its store: where nothing is said about weights, deltas go there."""
+    w = config.weights
+    said = w.update_weight_transfer_mode or w.update_weight_mode or w.update_weight_transport
+    if config.engines.topology != "service" or said:
+        return config
+    return config.replace(update_weight_transfer_mode="disk-delta")
 
 
 def load_files(paths: Sequence[str]) -> RunConfig:

@@ -69,6 +69,7 @@ METRICS: Mapping[str, Metric] = _declare(
         ("perf/wait_for_rollout_seconds", "s", "time the trainer waited for a batch"),
         ("perf/wait_for_publication_seconds", "s", "time the trainer waited for the previous publication"),
         ("perf/tokens_per_second", "tokens/s", "response tokens trained on per second of wall time"),
+        ("perf/save_checkpoint_seconds", "s", "time the trainer stood still for a checkpoint"),
         ("perf/update_weights_export_seconds", "s", "copying the weights out of the trainer"),
         ("perf/update_weights_encode_seconds", "s", "diff, encode and digest"),
         ("perf/update_weights_write_seconds", "s", "writing or sending the payload"),
@@ -82,7 +83,10 @@ METRICS: Mapping[str, Metric] = _declare(
         ("replica/pause_seconds", "s", "engine paused for the activation, slowest replica"),
         ("fleet/convergence_seconds", "s", "publication until the required share of replicas serves it"),
         ("fleet/replicas_ready", "replicas", "replicas that serve a version"),
+        ("perf/update_weights_anchor_bytes", "bytes", "anchor and folded delta written beside the version"),
+        ("perf/update_weights_anchor_seconds", "s", "writing the anchor and the folded delta"),
         ("weights/unchanged_publications", "publications", "publications in a row that changed no byte"),
+        ("weights/policy_does_not_move", "1", "1 while the alarm for a policy that does not move is on"),
     ]
 )
 

@@ -309,16 +309,25 @@ class Producer:
             "pacing": dataclasses.asdict(self._pacing),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, before anything is started. What was in flight then is handed out again."""
-        self._source.load_state(state["source"])
-        self._buffer.restore(state["buffer"])
-        self.ledger.load_state(state["ledger"])
-        queued = [g["prompt"] for g in state["buffer"]["groups"]]
-        lost = self.ledger.abandon("restart", keep=[f"{p['epoch']}:{p['index']}" for p in queued])
-        self._retries.extend(self._source.prompt(key) for key in [*lost, *state["retries"]])
-        self.poison = dict(state["poison"])
+    def load_state(self, state: Mapping[str, Any], *, version: int | None = None, consumed: int = 0) -> None:
+        """Continue from `state`, before anything is started. What was in flight then is handed out again.
+
+        version: the published version, if it is another than when the state was made; what is queued but too old for
+        it is handed out again too. consumed: groups that the trainer has taken since the last regular publication.
+        """
         saved, now = state["pacing"], self._pacing
         now.published, now.trainer_version, now.consumed = (
             saved[k] for k in ("published", "trainer_version", "consumed")
         )
+        queued = state["buffer"]["groups"]
+        if version is not None:
+            now.published, now.trainer_version, now.consumed = version, version, consumed
+            oldest = 0 if now.max_staleness is None else version - now.max_staleness
+            queued = [g for g in queued if all(v >= oldest for s in g["samples"] for _, v in s["spans"])]
+        self._source.load_state(state["source"])
+        self._buffer.restore({**state["buffer"], "groups": queued})
+        self.ledger.load_state(state["ledger"])
+        kept = [f"{g['prompt']['epoch']}:{g['prompt']['index']}" for g in queued]
+        lost = self.ledger.abandon("restart", keep=kept)
+        self._retries.extend(self._source.prompt(key) for key in [*lost, *state["retries"]])
+        self.poison = dict(state["poison"])

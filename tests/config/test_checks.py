@@ -230,3 +230,13 @@ def test_a_publication_directory_that_holds_this_runs_versions_is_refused(tmp_pa
     (tmp_path / "r1").mkdir()
     (tmp_path / "r1" / "run.json").write_text("{}")
     assert "already holds versions of run r1" in " ".join(problems(*flags))
+
+
+def test_flags_of_continuing_a_run_that_cannot_work_are_refused(tmp_path: Path):
+    assert "--load" in " ".join(problems("--load", str(tmp_path / "nothing")))
+    assert "not the directory of a run" in " ".join(problems("--load", str(tmp_path)))
+    assert "--resume auto needs --run-dir" in " ".join(problems("--resume", "auto"))
+    assert "--save-total-limit has no effect" in " ".join(problems("--save-total-limit", "3"))
+    (tmp_path / "config.yaml").write_text("output: {run-id: mine}")
+    assert problems("--load", str(tmp_path), "--run-id", "mine") == []
+    assert "--run-id other: the run in --load" in " ".join(problems("--load", str(tmp_path), "--run-id", "other"))
