@@ -365,10 +365,11 @@ def _fingerprint(message: Mapping[str, Any]) -> tuple[str, str, str] | None:
     value = message.get("fingerprint")
     if value is None:
         return None
-    parts = [value.get(name) for name in ("version", "published", "live")] if isinstance(value, dict) else [None]
-    if not all(isinstance(part, str) and len(part) <= 200 for part in parts):
+    fields = value if isinstance(value, dict) else {}
+    version, published, live = (fields.get(name) for name in ("version", "published", "live"))
+    if not (isinstance(version, str) and isinstance(published, str) and isinstance(live, str)):
         raise InvalidRequest("fingerprint: must be null or an object with the texts version, published and live")
-    return parts[0], parts[1], parts[2]
+    return version, published, live
 
 
 def _weight(session_id: str, replica_id: str) -> bytes:

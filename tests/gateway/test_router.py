@@ -45,6 +45,52 @@ def make(**settings: Any) -> tuple[Router, Clock]:
     return Router(clock=clock, rng=random.Random(0), **settings), clock
 
 
+def test_a_request_of_a_run_never_goes_to_another_one_whatever_the_numbers_say() -> None:
+    router, _ = make()
+    beat(router, "a", 40, run_id="old")
+    with pytest.raises(WeightVersionNotReady):
+        router.pick(Constraint(min_version=0), run_id="new")
+    beat(router, "a", None, run_id=None, latest="new/weight_v000000")
+    with pytest.raises(WeightVersionNotReady):
+        router.pick(Constraint(min_version=0), run_id="new")
+    beat(router, "a", 0, run_id="new")
+    assert router.pick(Constraint(min_version=0), run_id="new").member.applied == 0
+
+
+def test_a_run_that_nobody_speaks_of_any_more_is_forgotten_in_whatever_order_they_were_seen() -> None:
+    router, _ = make()  # restarted in the middle of a change of runs: the newer one is seen first
+    beat(router, "a", 0, run_id="new")
+    beat(router, "b", 40, run_id="old")
+    beat(router, "b", 0, run_id="new")
+    assert router.run_id == "new"
+    assert {router.pick(ANY_VERSION, rid=f"r{i}").member.replica_id for i in range(20)} == {"a", "b"}
+
+
+def seen(version: int, published: str, live: str) -> dict[str, str]:
+    return {"version": f"run/weight_v{version:06d}", "published": published, "live": live}
+
+
+def test_a_replica_whose_live_weights_are_not_the_published_ones_is_refused_until_they_are() -> None:
+    router, _ = make()
+    beat(router, "good", 3, fingerprint=seen(3, "p", "p"))
+    bad = beat(router, "bad", 3, fingerprint=seen(3, "p", "x"))
+    assert not bad.ready
+    assert "fingerprint x" in bad.reason
+    assert {router.pick(ANY_VERSION, rid=f"r{i}").member.replica_id for i in range(20)} == {"good"}
+    assert beat(router, "bad", 4, fingerprint=seen(3, "p", "x")).ready  # another version was loaded since
+    assert beat(router, "bad", 4, fingerprint=seen(4, "q", "q")).ready
+
+
+def test_what_was_published_is_what_most_replicas_found_in_the_store() -> None:
+    router, _ = make()
+    odd = beat(router, "odd", 3, fingerprint=seen(3, "x", "x"))  # its disk and its engine agree, and both are wrong
+    assert odd.ready
+    beat(router, "b", 3, fingerprint=seen(3, "p", "p"))
+    beat(router, "c", 3, fingerprint=seen(3, "p", "p"))
+    assert not odd.ready
+    assert {m.replica_id for m in router.members if m.ready} == {"b", "c"}
+
+
 def test_requests_go_only_to_replicas_that_satisfy_the_constraint() -> None:
     router, _ = make()
     for version in (3, 4, 5):

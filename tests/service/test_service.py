@@ -1,0 +1,138 @@
+"""The service as real processes, without Ray: versions, faults, lineages, proof of what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_disagg.engine.sglang import SGLangEngine
+from miles_disagg.engine.tensors import serialize
+from miles_disagg.store.base import open_store
+from tests.fakes.publishing import FakeTrainer, step
+from tests.fakes.service import Service, serves, steadily
+
+Tensors = dict[str, torch.Tensor]
+
+
+async def trainer_of(store: Path, base: Path, run_id: str) -> FakeTrainer:
+    trainer = FakeTrainer(open_store(str(store)), base, run_id, ranks=1)
+    for source in trainer.sources:
+        source.source._companions = (base / "config.json", base / "tokenizer.json")
+    await trainer.claim()
+    return trainer
+
+
+class Load:
+    """Requests that each demand the newest version published when they are sent."""
+
+    def __init__(self, service: Service, run_id: str):
+        self.service, self.run_id, self.newest, self.stop = service, run_id, 0, asyncio.Event()
+        self.task = asyncio.create_task(steadily(self.one, self.stop))
+
+    async def one(self, i: int) -> dict[str, Any]:
+        asked = self.newest
+        wanted = {"min_version": asked}
+        answer = await self.service.generate(f"{self.run_id}-{i}", self.run_id, weight_version=wanted)
+        meta = answer["meta_info"]
+        assert meta["run_id"] == self.run_id
+        assert meta["id"] == f"{self.run_id}-{i}"
+        assert all(version >= asked for _, version in meta["weight_version_spans"]), (asked, meta)
+        assert len(answer["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
+        return meta
+
+    async def end(self) -> list[dict[str, Any]]:
+        self.stop.set()
+        return await self.task
+
+
+async def test_replicas_die_and_join_while_versions_move_and_nothing_older_than_asked_is_served(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    trainer = await trainer_of(tmp_path / "store", checkpoint, "one")
+    async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
+        await asyncio.gather(service.add("a"), service.add("b"))
+        await service.until(serves("one", 0, "a", "b"))
+        load = Load(service, "one")
+        for version in range(1, 7):
+            tensors = step(tensors, version)
+            load.newest = (await trainer.publish(tensors)).ref.version
+            if version == 2:
+                service.kill("a")
+            if version == 3:
+                await service.add("c")
+            await asyncio.sleep(0.5)
+        await service.until(serves("one", 6, "b", "c"))
+        seen = await load.end()
+    assert {meta["replica_id"] for meta in seen} == {"a", "b", "c"}
+    assert len({meta["id"] for meta in seen}) == len(seen)
+    assert max(meta["weight_version"] for meta in seen) == 6
+
+
+async def test_a_new_run_resets_the_fleet_and_runs_are_never_mixed(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    old = await trainer_of(tmp_path / "store", checkpoint, "old")
+    async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
+        await service.add("a")
+        for seed in range(3):
+            tensors = step(tensors, seed)
+            await old.publish(tensors)
+        await service.until(serves("old", 3, "a"))
+        load = Load(service, "old")
+        await asyncio.sleep(0.5)
+        await asyncio.gather(load.end(), old.ledger.release())
+        await trainer_of(tmp_path / "store", checkpoint, "new")
+        # the fleet may still be at old/3, whose number would do: the run decides
+        first = await service.generate("first", "new", weight_version={"min_version": 0})
+        assert (first["meta_info"]["run_id"], first["meta_info"]["weight_version"]) == ("new", 0)
+        await service.until(serves("new", 0, "a"))
+
+
+async def test_weights_corrupted_in_memory_are_found_refused_and_loaded_again(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    trainer = await trainer_of(tmp_path / "store", checkpoint, "run")
+    async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
+        await service.add("a", "--verify-interval", "0.3")
+        await trainer.publish(step(tensors, 1))
+        await service.until(lambda fleet: serves("run", 1, "a")(fleet) and bool(fleet["a"]["fingerprint"]))
+        published = (await service.fleet())["a"]["fingerprint"]
+        engine = SGLangEngine(service.engine_urls["a"])
+        good = await engine.weights_digest()
+        name = "model.norm.weight"
+        spoiled = serialize([(name, tensors[name] + 1)])
+        await engine.update_from_tensor([spoiled], load_format=None, version="run/weight_v000001", flush_cache=False)
+        assert (await engine.weights_digest())[name] != good[name]
+        log = service.replicas["a"].log
+        await service.until(lambda _: "live weights are not the published run/weight_v000001" in log.read_text())
+        await service.until(lambda fleet: serves("run", 1, "a")(fleet) and fleet["a"]["fingerprint"] == published)
+        assert await engine.weights_digest() == good
+        await engine.close()
+
+
+async def test_a_gateway_that_restarts_and_a_replica_that_hangs_cost_time_and_nothing_else(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    trainer = await trainer_of(tmp_path / "store", checkpoint, "run")
+    async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
+        await asyncio.gather(service.add("a"), service.add("b"))
+        await service.until(serves("run", 0, "a", "b"))
+        load = Load(service, "run")
+        await asyncio.sleep(0.5)
+        service.gateway.signal(signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        await service.start_gateway()
+        await service.until(serves("run", 0, "a", "b"))
+        service.replicas["a"].signal(signal.SIGSTOP)
+        load.newest = (await trainer.publish(step(tensors, 1))).ref.version
+        await service.until(serves("run", 1, "b"))
+        service.replicas["a"].signal(signal.SIGCONT)
+        await service.until(serves("run", 1, "a", "b"))
+        service.engines["b"].signal(signal.SIGKILL)  # its replica lives and refuses
+        await service.until(lambda fleet: not fleet["b"]["ready"])
+        seen = await load.end()
+    assert len({meta["id"] for meta in seen}) == len(seen) > 0
