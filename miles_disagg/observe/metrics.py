@@ -59,6 +59,7 @@ METRICS: Mapping[str, Metric] = _declare(
         ("train/kl", "nats", "mean KL to the reference"),
         ("train/tis_mean", "1", "mean truncated importance weight against the engine's logprobs"),
         ("train/tis_capped_fraction", "1", "share of tokens whose importance weight was truncated"),
+        ("train/rejected_fraction", "1", "share of tokens whose policy term was rejected"),
         ("train/rollout_logprob_abs_diff", "nats", "mean |trainer's logprob - engine's logprob| of all tokens"),
         ("train/rollout_logprob_abs_diff_on_policy", "nats", "the same, of tokens that the trainer's version wrote"),
         ("train/lr", "1", "learning rate of the last optimizer step"),

@@ -59,6 +59,8 @@ def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_con
     seen = asyncio.run(train_and_compare(config))
     assert len(seen) == 2 * 4 * 4
     assert seen[0] == {0}, "the first samples are the base's"
+    written = (config.run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["weight_version_start"] for line in written] == [0] * 16
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in rows] == [1, 2]
     assert all(row["train/rollout_logprob_abs_diff"] < 0.5 for row in rows)

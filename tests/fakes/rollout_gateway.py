@@ -13,7 +13,7 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 class FakeGateway:
-    """Serves `version`; `refusals` (status, headers, body) go out first, one a request; `edit(request, answer)` spoils."""
+    """Serves `version`; `refusals` (status, headers, body) go out first; `edit(request, answer)` spoils an answer."""
 
     def __init__(self) -> None:
         self.version = 0

@@ -1,0 +1,51 @@
+"""The whole system with stock SGLang servers on the CPU as its managed engines, in every weight-sync mode."""
+
+import asyncio
+import json
+
+import pytest
+
+from miles_disagg.cluster.assemble import assembled
+from miles_disagg.config.placement import plan_placement
+from miles_disagg.observe.console import RunConsole
+from tests.engine import sglang_env
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+async def train(config) -> list:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    samples = []
+    async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
+        await run.start_generation()
+        for step in run.steps:
+            batch = await run.next_batch(step)
+            samples += [(batch.trainer_version, s) for group in batch.groups for s in group.samples]
+            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
+            await run.generation_saw(batch)
+            await run.publish_next_version()
+            await run.settle()  # so that the next step's samples can be of this version
+            await run.report(step, batch, metrics)
+        status = await run.fleet.status()
+        assert [row["applied"] for row in status] == [run.version] * len(status)
+        await run.stop_generation()
+        await run.close_books()
+    return samples
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "disk-full", "disk-delta"])
+def test_a_run_with_stock_sglang_stamps_its_samples_right(local_ray, run_config, mode):
+    config = run_config(
+        *("--rollout-engine", "sglang", "--sglang-python", str(sglang_env.python())),
+        *("--update-weight-transfer-mode", mode, "--num-rollout", "3", "--lr", "1e-4"),
+        *("--max-weight-staleness", "1", "--engine-start-timeout", "300", "--pause-generation-mode", "in_place"),
+    )
+    samples = asyncio.run(train(config))
+    assert {s.version_start for version, s in samples if version == 0} == {0}
+    for trainer_version, sample in samples:
+        assert trainer_version - 1 <= sample.oldest_version <= sample.version_end <= trainer_version
+        assert len(sample.token_versions()) == len(sample.tokens) == len(sample.logprobs)
+    assert max(s.version_end for _, s in samples) >= 1, "no sample came from a published version"
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    # The engine runs the checkpoint in bfloat16, the trainer in fp32: same policy, so the logprobs stay close.
+    assert all(row["train/rollout_logprob_abs_diff"] < 0.1 for row in rows), rows
