@@ -22,6 +22,7 @@ async def train(run: Run) -> None:
     Schedule `async`: samples are kept in flight throughout, at most `--max-weight-staleness` versions old when they
     are consumed. Schedule `sync`: a batch is generated, trained on and published before the next one is started.
     """
+    await run.take_up()  # where it left off, if this run is a continued one
     await run.evaluate_base()
     await run.start_generation()
 

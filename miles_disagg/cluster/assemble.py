@@ -19,17 +19,20 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from miles_disagg.cluster import specs
+from miles_disagg.cluster import checkpoints, resume, specs
 from miles_disagg.cluster.calls import call
 from miles_disagg.cluster.connect import cluster, reserved
+from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet
-from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Publications
+from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
+from miles_disagg.cluster.resume import Lineage
 from miles_disagg.cluster.run import Run
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.config.flags import save_config
 from miles_disagg.config.placement import PlacementPlan, plan_placement
 from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
+from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.errors import MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.gateway.actor import GatewayActor
@@ -38,6 +41,7 @@ from miles_disagg.observe.console import RunConsole
 from miles_disagg.observe.events import EventLog, Timeline
 from miles_disagg.observe.metrics import RayMetrics
 from miles_disagg.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
+from miles_disagg.publish.anchors import AnchorPolicy
 from miles_disagg.rollout.actor import RolloutProducer
 from miles_disagg.store.actor import RemoteLedger, VersionStoreActor
 from miles_disagg.weights.checkpoint import checkpoint_digest
@@ -50,12 +54,15 @@ def running(config: RunConfig, loop: Loop) -> int:
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     total = plan_placement(config).total()
-    with cluster(
-        address=config.cluster.ray_address,
-        namespace=config.run_id,
-        dashboard=config.cluster.ray_dashboard,
-        num_cpus=total.get("CPU", 1.0),
-        num_gpus=None,
+    with (
+        resume.locked(run_dir),
+        cluster(
+            address=config.cluster.ray_address,
+            namespace=config.run_id,
+            dashboard=config.cluster.ray_dashboard,
+            num_cpus=total.get("CPU", 1.0),
+            num_gpus=None,
+        ),
     ):
         # Only now is it known which devices a cluster that was joined has.
         config = resolve(config, gpus=int(ray.cluster_resources().get("GPU", 0)))
@@ -67,8 +74,13 @@ async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:
     """Run `loop` until it ends, fails or is interrupted; always leave a summary."""
     task = asyncio.current_task()
     assert task is not None
+
+    def interrupt() -> None:
+        if not (config.output.save_on_interrupt and run is not None and run.leave_after_step(task.cancel)):
+            task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
     title = f"{config.run_id}: {config.engines.topology}, {config.weights.mode} over {config.weights.transport}"
     console = RunConsole(title, config.num_rollout)
     run: Run | None = None
@@ -78,6 +90,10 @@ async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:
             console.begin()
             try:
                 await loop(run)
+            except asyncio.CancelledError:
+                if run.leaving:
+                    await run.save_before_leaving()
+                raise
             finally:
                 console.end()
                 with contextlib.suppress(MilesDisaggError, asyncio.CancelledError):
@@ -94,6 +110,8 @@ async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:
         summary = result.to_json()
         for sentence in result.sentences():
             console.say(sentence)
+        if status != "completed" and checkpoints.complete(config.run_dir):
+            console.say(f"Continue it with: miles-disagg train --load {config.run_dir}")
     (config.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return {"completed": 0, "interrupted": 130}.get(status, 1)
 
@@ -102,18 +120,18 @@ async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:
 async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole) -> AsyncIterator[Run]:
     """All parts of a run, started; taken down in reverse order at the end."""
     timeline = Timeline("driver")
+    digest = await asyncio.to_thread(checkpoint_digest, config.checkpoint)
+    continued = await asyncio.to_thread(resume.find, config, digest)
     async with AsyncExitStack() as stack:
         trackers = Trackers(_trackers(config))
         stack.callback(trackers.close)
         events = EventLog(config.run_dir / "events.jsonl")
         stack.callback(events.close)
         console.say(f"run {config.run_id} in {config.run_dir}")
-        store, base = await _claim(config, stack)
-        gateway, gateway_url = await _gateway(config, stack)
-        fleet = Fleet(
-            specs.fleet_members(config, plan, base, gateway_url), gateway, gateway_url, store,
-            specs.fleet_timeouts(config), console.say,
-        )  # fmt: skip
+        lineage = Lineage(config.run_dir)
+        store, newest = await _claim(config, digest, lineage, stack)
+        base = VersionRef(config.run_id, 0)
+        fleet, endpoint = await _rollout_side(config, plan, store, base, console.say)
         stack.push_async_callback(fleet.stop)
         placement = stack.enter_context(
             reserved(
@@ -126,19 +144,26 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         ranks = plan.trainer.slots * len(plan.trainer.bundles)
         console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s)")
         trainer = await _start_together(config, plan, placement, fleet, stack)
-        producer = await _producer(config, config.engines.rollout_endpoint or gateway_url, base, stack)
-        channel = _channel(config, trainer, store, fleet)
+        producer = await _producer(config, endpoint, base, stack)
+        if continued is not None and continued.checkpoint is not None:
+            await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
+            console.say(f"continuing after step {continued.step} from {continued.checkpoint}")
+        channel = _channel(
+            config, trainer, store, fleet, Movement(trainer, console.say), full_first=continued is not None
+        )
         publications = Publications(
-            config.run_id, base.version, trainer, channel, RemoteLedger(store), fleet, timeline,
+            config.run_id, newest.version, trainer, channel, fleet, timeline,
             on_published=lambda v: call(producer.advance.remote(v), "rollout producer: note the new version", 30.0),
+            give_out=lineage.given_out,
             timeout=config.timeouts.update_weights_timeout,
         )  # fmt: skip
-        if config.weights.transport == "broadcast":
+        if isinstance(fleet, Fleet) and config.weights.transport == "broadcast":
             fleet.repair = publications.repair
         stack.push_async_callback(publications.cancel)
         yield Run(
             config, trainer, fleet, producer, publications,
             trackers=trackers, console=console, events=events, timeline=timeline, run_dir=config.run_dir,
+            continued=continued, identity=resume.identity(config, digest),
         )  # fmt: skip
 
 
@@ -158,24 +183,41 @@ def _start_here(actor_class: Any, run_id: str, name: str, *args: Any) -> Any:
     return actor_class.options(**options).remote(*args)
 
 
-async def _claim(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, VersionRef]:
-    """The version store actor, with this run's claim; the version to start from."""
+async def _claim(config: RunConfig, digest: str, lineage: Lineage, stack: AsyncExitStack) -> tuple[Any, VersionRef]:
+    """The version store actor, with this run's claim; the newest version there is."""
     url = config.version_store if config.weights.transport == "disk" else None
-    store = _start_here(VersionStoreActor, config.run_id, "version-store", config.run_id, url)
+    hooks = (config.weights.custom_update_weight_post_write_path, config.weights.custom_update_weight_pre_read_path)
+    store = _start_here(VersionStoreActor, config.run_id, "version-store", config.run_id, url, 1.0, *hooks)
     stack.callback(ray.kill, store)
     ledger = RemoteLedger(store)
-    digest = await asyncio.to_thread(checkpoint_digest, config.checkpoint)
-    await asyncio.wait_for(ledger.claim(digest), 60.0)
+    boot = lineage.version if url is None else 0  # without a store, nobody else knows which numbers are taken
+    claim = await asyncio.wait_for(ledger.claim(digest, boot_version=boot, owner=lineage.owner), 60.0)
+    await asyncio.to_thread(lineage.claimed, claim.owner if claim else None)
 
     async def release() -> None:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(ledger.release(), 10.0)
 
     stack.push_async_callback(release)
-    return store, VersionRef(config.run_id, 0)
+    newest = await asyncio.wait_for(ledger.latest(), 30.0)
+    assert newest is not None
+    return store, newest
 
 
-async def _gateway(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, str]:
+async def _rollout_side(
+    config: RunConfig, plan: PlacementPlan, store: Any, base: VersionRef, say: Callable[[str], None]
+) -> tuple[Fleet | ServiceFleet, str]:
+    """The engines of this job behind a gateway of its own, or somebody else's service; and the URL to ask."""
+    endpoint = config.engines.rollout_endpoint
+    if endpoint:
+        token = read_token(config.engines.rollout_auth_token_file, "--rollout-auth-token-file")
+        return ServiceFleet(endpoint, say, token=token), endpoint
+    gateway, url = await _gateway(config)
+    members = specs.fleet_members(config, plan, base, url)
+    return Fleet(members, gateway, url, store, specs.fleet_timeouts(config), say), url
+
+
+async def _gateway(config: RunConfig) -> tuple[Any, str]:
     gateway = _start_here(GatewayActor, config.run_id, "gateway")
     settings = GatewaySettings(request=config.timeouts.rollout_request_timeout)
     start = gateway.start.remote(config.cluster.gateway_host, config.cluster.gateway_port, config.run_id, settings)
@@ -183,7 +225,11 @@ async def _gateway(config: RunConfig, stack: AsyncExitStack) -> tuple[Any, str]:
 
 
 async def _start_together(
-    config: RunConfig, plan: PlacementPlan, placement: PlacementGroup, fleet: Fleet, stack: AsyncExitStack
+    config: RunConfig,
+    plan: PlacementPlan,
+    placement: PlacementGroup,
+    fleet: Fleet | ServiceFleet,
+    stack: AsyncExitStack,
 ) -> TrainerGroup:
     """Trainer and engines start side by side: both load the same checkpoint and neither needs the other yet."""
     device = config.trainer.trainer_device
@@ -195,7 +241,6 @@ async def _start_together(
             placement,
             run_id=config.run_id,
             env={"NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "1"} if device != "cuda" else {"NCCL_CUMEM_ENABLE": "0"},
-            normalise_std=not config.loss.disable_grpo_std_normalization,
             global_batch_size=config.global_batch_size,
             start_timeout=config.timeouts.trainer_start_timeout,
             step_timeout=config.timeouts.train_step_timeout,
@@ -232,16 +277,22 @@ async def _producer(config: RunConfig, endpoint: str, base: VersionRef, stack: A
     return producer
 
 
-def _channel(config: RunConfig, trainer: TrainerGroup, store: Any, fleet: Fleet) -> DiskChannel | BroadcastChannel:
+def _channel(
+    config: RunConfig, trainer: TrainerGroup, store: Any, fleet: Fleet | ServiceFleet, movement: Movement,
+    *, full_first: bool,
+) -> DiskChannel | BroadcastChannel:  # fmt: skip
     ledger = RemoteLedger(store)
-    if config.weights.transport == "broadcast":
-        return BroadcastChannel(trainer, ledger, fleet)
+    if isinstance(fleet, Fleet) and config.weights.transport == "broadcast":
+        return BroadcastChannel(trainer, ledger, fleet, movement)
     weights = config.weights
     return DiskChannel(
         trainer,
         ledger,
-        encoding=weights.encoding if weights.publishes_deltas else None,
+        encoding=weights.encoding,
         checksum=weights.update_weight_delta_checksum,
-        anchor_interval=weights.update_weight_anchor_interval,
+        anchors=AnchorPolicy(weights.update_weight_anchor_interval),
+        keep_versions=weights.update_weight_keep_versions,
         keep_files=weights.update_weight_disk_keep_files,
+        movement=movement,
+        full_first=full_first,
     )

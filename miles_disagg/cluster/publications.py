@@ -12,12 +12,16 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet, Member
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.domain.errors import DeadlineExceeded, EngineUnavailable, MilesDisaggError, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Timeline
-from miles_disagg.publish.disk import publish_version
+from miles_disagg.publish.anchors import AnchorPolicy
+from miles_disagg.publish.broadcast import MOVED
+from miles_disagg.publish.disk import Published, publish_version
+from miles_disagg.publish.movement import MovementWatch
 from miles_disagg.store.actor import RemoteLedger
 
 _BROADCAST_ATTEMPTS = 3
@@ -35,11 +39,36 @@ class Channel(Protocol):
         ...
 
 
+class Movement:
+    """Says aloud when versions are published and the policy does not move, and counts it."""
+
+    def __init__(self, trainer: TrainerGroup, say: Callable[[str], None]):
+        self._trainer, self._say, self._watch, self._unchanged = trainer, say, MovementWatch(), 0
+
+    def observe(self, ref: VersionRef, changed_elements: int | None, fingerprint: str = "") -> dict[str, float]:
+        """Metrics of a publication; see MovementWatch.observe."""
+        self._unchanged = self._unchanged + 1 if changed_elements == 0 else 0
+        alarm = self._watch.observe(
+            ref,
+            learning_rate=self._trainer.learning_rate,
+            changed_elements=changed_elements,
+            fingerprint=fingerprint,
+        )
+        if alarm is not None:
+            self._say(f"[bold red]ALARM[/bold red] {alarm}")
+        return {
+            "weights/unchanged_publications": float(self._unchanged),
+            "weights/policy_does_not_move": float(alarm is not None),
+        }
+
+
 class DiskChannel:
     """Sources write their shards to the store; the ledger verifies, writes the index and moves the pointer.
 
-    encoding: of deltas, None for full versions. anchor_interval: every how many versions a full one is published
-    among deltas (None: never). keep_files: keep full versions that every reader acknowledged.
+    encoding: of deltas, None for full versions. anchors: when a delta also gets a folded delta and a full version
+    beside it. keep_versions: with deltas, how many of the newest stay buildable (None: all). keep_files: keep full
+    versions that every reader acknowledged. full_first: publish the first version in full, since no source knows the
+    bytes of the version before it (a continued run).
     """
 
     def __init__(
@@ -49,13 +78,15 @@ class DiskChannel:
         *,
         encoding: str | None,
         checksum: str,
-        anchor_interval: int | None,
+        anchors: AnchorPolicy,
+        keep_versions: int | None,
         keep_files: bool,
+        movement: Movement,
+        full_first: bool = False,
     ):
-        self._trainer, self._ledger = trainer, ledger
-        self._encoding, self._checksum = encoding, checksum
-        self._anchor_interval, self._keep_files = anchor_interval, keep_files
-        self._unchanged = 0
+        self._trainer, self._ledger, self._movement = trainer, ledger, movement
+        self._encoding, self._checksum, self._anchors = encoding, checksum, anchors
+        self._keep_versions, self._keep_files, self._full_first = keep_versions, keep_files, full_first
 
     async def deliver(self, ref: VersionRef) -> dict[str, float]:
         """Encode, write, commit."""
@@ -63,14 +94,23 @@ class DiskChannel:
         def encoding_of(opened: VersionRef) -> str | None:
             if opened != ref:
                 raise PublicationFailed(f"the store opened {opened}, the trainer staged {ref}")
-            return None if self._anchor_interval and ref.version % self._anchor_interval == 0 else self._encoding
+            return None if self._full_first else self._encoding
 
-        published = await publish_version(self._ledger, self._trainer.disk_sources(), encoding_of, self._checksum)
-        if self._encoding is None:
-            await self._ledger.collect(keep=2, keep_files=self._keep_files)
-            return dict(published.metrics)
-        self._unchanged = 0 if published.changed_elements else self._unchanged + 1
-        return {**published.metrics, "weights/unchanged_publications": float(self._unchanged)}
+        sources = self._trainer.disk_sources()
+        published = await publish_version(
+            self._ledger, sources, encoding_of, self._checksum, shortcuts_after=self._wants_shortcuts
+        )
+        self._full_first = False
+        keep = 2 if self._encoding is None else self._keep_versions
+        if keep is not None:
+            await self._ledger.collect(keep=keep, keep_files=self._keep_files)
+        moved = self._movement.observe(ref, published.changed_elements, published.fingerprint)
+        return {**published.metrics, **moved}
+
+    async def _wants_shortcuts(self, published: Published) -> bool:
+        wire = published.metrics["perf/update_weights_wire_bytes"]
+        readers = frozenset(await self._ledger.replicas())
+        return self._anchors.due(published.ref.version, wire, published.total_bytes, readers)
 
     async def discard(self) -> None:
         """Forget what was staged."""
@@ -80,8 +120,8 @@ class DiskChannel:
 class BroadcastChannel:
     """Sources send their tensors into the engines over process groups, while the engines' replicas hold requests."""
 
-    def __init__(self, trainer: TrainerGroup, ledger: RemoteLedger, fleet: Fleet):
-        self._trainer, self._ledger, self._fleet = trainer, ledger, fleet
+    def __init__(self, trainer: TrainerGroup, ledger: RemoteLedger, fleet: Fleet, movement: Movement):
+        self._trainer, self._ledger, self._fleet, self._movement = trainer, ledger, fleet, movement
 
     async def deliver(self, ref: VersionRef) -> dict[str, float]:
         """Move the pointer, then pause, send from each source in turn, resume.
@@ -97,7 +137,9 @@ class BroadcastChannel:
         metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
         for _ in range(_BROADCAST_ATTEMPTS):
             try:
-                return {**metrics, **await self.send(ref, None)}
+                sent = await self.send(ref, None)
+                moved = self._movement.observe(ref, int(sent.pop(MOVED)))
+                return {**metrics, **sent, **moved}
             except EngineUnavailable as error:
                 self._fleet.say(f"{ref} waits for an engine: {error}")
                 break
@@ -110,7 +152,7 @@ class BroadcastChannel:
         """Send what was staged last to all engines, or to one."""
         async with self._fleet.update(ref, only) as members:
             targets = [(m.actor, m.spec.replica_id, m.num_ranks) for m in members]
-            return await self._trainer.send(ref, targets)
+            return await self._trainer.send(ref, targets, whole=only is not None)
 
     async def discard(self) -> None:
         """Forget what was staged."""
@@ -126,16 +168,17 @@ class Publications:
         first: int,
         trainer: TrainerGroup,
         channel: Channel,
-        ledger: RemoteLedger,
-        fleet: Fleet,
+        fleet: Fleet | ServiceFleet,
         timeline: Timeline,
         *,
         on_published: Callable[[int], Awaitable[None]],
+        give_out: Callable[[int], None],
         timeout: float,
     ):
-        self.version = first
+        self.version = self._first = first
+        self._give_out = give_out
         self.pauses: list[float] = []
-        self._run_id, self._trainer, self._channel, self._ledger = run_id, trainer, channel, ledger
+        self._run_id, self._trainer, self._channel = run_id, trainer, channel
         self._fleet, self._timeline, self._on_published, self._timeout = fleet, timeline, on_published, timeout
         self._staged = asyncio.Lock()  # held from copy-out to delivery
         self._task: asyncio.Task[None] | None = None
@@ -153,6 +196,7 @@ class Publications:
         waited, stalled = time.monotonic() - begun, time.monotonic()
         ref = VersionRef(self._run_id, self.version + 1)
         try:
+            await asyncio.to_thread(self._give_out, ref.version)  # durably, so that no later start gives it out again
             await self._trainer.stage(ref)
         except BaseException:
             self._staged.release()
@@ -178,11 +222,9 @@ class Publications:
 
     async def _converge(self, ref: VersionRef) -> None:
         """Wait until the fleet serves `ref` or something newer. Behind the training step: it delays nobody."""
-        seconds = await self._ledger.wait_converged(ref, self._timeout)
-        if seconds is None:
-            detail = f"replicas: {await self._ledger.replicas()}"
-            raise DeadlineExceeded(f"every replica to serve {ref}", self._timeout, detail)
-        self._finished["fleet/convergence_seconds"] = seconds
+        seconds = await self._fleet.wait_converged(ref, self._timeout)
+        if seconds is not None:
+            self._finished["fleet/convergence_seconds"] = seconds
         row = await self._fleet.phase_metrics()
         self._finished.update(row)
         if "replica/pause_seconds" in row:
@@ -200,7 +242,7 @@ class Publications:
         """Broadcast only: send what was staged last to an engine that does not have it."""
         if isinstance(self._channel, BroadcastChannel):
             async with self._staged:
-                if ref.version == self.version:
+                if ref.version == self.version > self._first:
                     await self._channel.send(ref, member)
 
     async def settle(self) -> None:

@@ -8,20 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from miles_disagg.buffer.base import Batch
+from miles_disagg.cluster import checkpoints
 from miles_disagg.cluster.calls import call
+from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.publications import Publications
+from miles_disagg.cluster.resume import Continuation
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.config.run import RunConfig
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.observe.console import RunConsole, Summary
 from miles_disagg.observe.events import EventLog, Timeline
+from miles_disagg.observe.sample_log import SampleLog
 from miles_disagg.observe.trackers import Trackers
 from miles_disagg.trainer.batch import batch_metrics
 
@@ -33,7 +37,7 @@ class Run:
         self,
         config: RunConfig,
         trainer: TrainerGroup,
-        fleet: Fleet,
+        fleet: Fleet | ServiceFleet,
         producer: Any,
         publications: Publications,
         *,
@@ -42,15 +46,24 @@ class Run:
         events: EventLog,
         timeline: Timeline,
         run_dir: Path,
+        identity: Mapping[str, Any],
+        continued: Continuation | None = None,
     ):
         self.config, self.trainer, self.fleet, self.producer = config, trainer, fleet, producer
         self.publications, self.timeline = publications, timeline
         self._trackers, self._console, self._events, self._run_dir = trackers, console, events, run_dir
+        self._samples = SampleLog(run_dir / "samples")
         self._begun = self._step_began = time.monotonic()
         self._pending: dict[str, float] = {}
         self._evaluation: asyncio.Task[None] | None = None
-        self.steps_done = 0
-        self.accuracies: list[tuple[int, float]] = []
+        self._identity, self._continued = identity, continued
+        self.steps_done = continued.step if continued else 0
+        state = continued.state if continued else None
+        self.accuracies: list[tuple[int, float]] = list(state.accuracies) if state else []
+        self._saving: asyncio.Task[Path] | None = None
+        self._saved_step = self.steps_done
+        self._cancel: Callable[[], object] | None = None
+        self._training = self._waiting = False
         self._lags: list[float] = []
         self.ledger: dict[str, Any] = {}
 
@@ -61,13 +74,51 @@ class Run:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Indices of the steps to do."""
-        yield from range(self.config.rollout.num_rollout or 0)
+        """Indices of the steps to do. Ends with CancelledError after a step in which `leave_after_step` was called."""
+        for step in range(self.steps_done, self.config.rollout.num_rollout or 0):
+            if self.leaving:
+                raise asyncio.CancelledError
+            yield step
 
     @property
     def synchronous(self) -> bool:
         """True under --schedule sync."""
         return self.config.pacing.schedule == "sync"
+
+    # --- continuing and leaving -----------------------------------------------------------------
+
+    async def take_up(self) -> None:
+        """A continued run: its weights become the next version, then its books are opened again. See `resume`."""
+        if self._continued is None:
+            return
+        await self.publish_next_version()
+        await self.settle()
+        state, options = self._continued.state, self.config
+        if state is not None:
+            since = state.step % options.pacing.update_weights_interval * options.rollout.rollout_batch_size
+            what = "take up its books"
+            await self._ask_producer("load_state", what, state.producer, self.version, since, timeout=300.0)
+
+    def leave_after_step(self, cancel: Callable[[], object]) -> bool:
+        """Asked to end: True if the loop will, by `cancel` or by itself, where its state is whole."""
+        if not self._training or self.leaving:
+            return False
+        self._console.say("ending after this step with a checkpoint; once more ends at once")
+        self._cancel = cancel
+        if self._waiting:
+            cancel()
+        return True
+
+    @property
+    def leaving(self) -> bool:
+        """True after `leave_after_step`."""
+        return self._cancel is not None
+
+    async def save_before_leaving(self) -> None:
+        """Save what was done since the last checkpoint, if anything."""
+        if self._saved_step < self.steps_done:
+            await self.save_checkpoint(self.steps_done - 1)
+        await self._saved()
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -75,18 +126,22 @@ class Run:
         """Start keeping samples in flight (under --schedule sync nothing is started ahead)."""
         if not self.synchronous:
             await self._ask_producer("start", "start generating")
-        self._step_began = time.monotonic()
+        self._step_began, self._training = time.monotonic(), True
 
     async def next_batch(self, step: int) -> Batch:
         """The groups of this step, none staler than --max-weight-staleness at the trainer's version."""
         wait = self.config.timeouts.rollout_wait_timeout
-        with self.timeline.span("wait_for_rollout", self.version):
-            if self.synchronous:
-                await self.publications.settle()
-                what = f"generate the batch of step {step}"
-                await self._ask_producer("produce_batch", what, self.version, wait, timeout=wait + 10)
-            what = f"groups for step {step}"
-            batch: Batch = await self._ask_producer("next_batch", what, self.version, wait, timeout=wait + 10)
+        self._waiting = True  # nothing of this step is done yet: a good place to leave
+        try:
+            with self.timeline.span("wait_for_rollout", self.version):
+                if self.synchronous:
+                    await self.publications.settle()
+                    what = f"generate the batch of step {step}"
+                    await self._ask_producer("produce_batch", what, self.version, wait, timeout=wait + 10)
+                what = f"groups for step {step}"
+                batch: Batch = await self._ask_producer("next_batch", what, self.version, wait, timeout=wait + 10)
+        finally:
+            self._waiting = False
         self._lags.extend(batch.lags)
         return batch
 
@@ -96,6 +151,7 @@ class Run:
 
     async def stop_generation(self) -> None:
         """Stop starting samples and drop what is still in flight, by name in the ledger."""
+        self._training = False
         await self._ask_producer("stop", "stop generating", timeout=self.config.timeouts.shutdown_timeout)
 
     async def _ask_producer(self, method: str, what: str, *args: Any, timeout: float = 30.0) -> Any:
@@ -113,15 +169,16 @@ class Run:
         self._pending.update(await self.publications.begin())
 
     async def settle(self) -> None:
-        """Wait until the newest version is served."""
+        """Wait until the newest version is served and the last checkpoint is complete."""
         await self.publications.settle()
+        await self._saved()
 
     # --- evaluation, checkpoints ----------------------------------------------------------------
 
     async def evaluate_base(self) -> None:
-        """Accuracy of version 0, before anything is trained."""
+        """Accuracy of version 0, before anything is trained; not again in a continued run."""
         section = self.config.evaluation
-        if section.eval_interval and not section.skip_eval_before_train:
+        if section.eval_interval and not section.skip_eval_before_train and not self.steps_done:
             await self._evaluate(Constraint(exact_version=self.version))
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -155,13 +212,35 @@ class Run:
         self.accuracies.append((int(row["eval/weight_version"]), row["eval/accuracy"]))
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Every --save-interval steps."""
+        """Every --save-interval steps, and after the last one."""
         interval = self.config.output.save_interval
-        return interval is not None and (step + 1) % interval == 0
+        last = step + 1 == self.config.rollout.num_rollout
+        return interval is not None and (last or (step + 1) % interval == 0)
 
     async def save_checkpoint(self, step: int) -> None:
-        """Write the trainer's state to RUN_DIR/checkpoints/step_NNNNNN."""
-        await self.trainer.save(str(self._run_dir / "checkpoints" / f"step_{step + 1:06d}"))
+        """Write the run's state after `step` to RUN_DIR/checkpoints/step_NNNNNN.
+
+        The trainer waits while its ranks write; digests, the description and the rename are behind the next step.
+        """
+        await self._saved()
+        begun, done = time.monotonic(), step + 1
+        partial = await asyncio.to_thread(checkpoints.begin, self._run_dir, done)
+        with self.timeline.span("save_checkpoint", self.version):
+            await self.trainer.save(str(partial / checkpoints.TRAINER))
+            books = await self._ask_producer("state", "hand over its books", timeout=300.0)
+        state = checkpoints.RunState(
+            self.config.run_id, done, self.version, self._identity, tuple(self.accuracies), books
+        )
+        keep = self.config.output.save_total_limit
+        self._saving = asyncio.create_task(asyncio.to_thread(checkpoints.finish, self._run_dir, state, keep))
+        self._saved_step = done
+        self._pending["perf/save_checkpoint_seconds"] = time.monotonic() - begun
+
+    async def _saved(self) -> None:
+        """Wait until the last checkpoint is complete; raises what went wrong."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
 
     # --- reporting ------------------------------------------------------------------------------
 
@@ -181,6 +260,7 @@ class Run:
         }
         self.steps_done = step + 1
         self._trackers.log(step, self.version, values)
+        await asyncio.to_thread(self._samples.write, step, batch.groups, batch.trainer_version)
         self._console.step(step, self.version, values)
         self._events.write(self.timeline.drain())
         self._events.write(await self.trainer.events())
@@ -192,6 +272,8 @@ class Run:
 
     async def close_books(self) -> None:
         """End generation if it still goes on, and fetch the ledger's totals."""
+        with contextlib.suppress(Exception):
+            await self._saved()
         with contextlib.suppress(Exception):
             await self.stop_generation()
         self.ledger = await self._ask_producer("ledger", "hand over the ledger")

@@ -19,10 +19,9 @@ from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.host import EngineCommand, HostSpec
 from miles_disagg.store.checkout import companion_files
 from miles_disagg.trainer.actor import PublicationSpec
-from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainerSpec
+from miles_disagg.trainer.base import AdvantageSpec, LossSpec, OptimizerSpec, TrainerSpec
 from miles_disagg.trainer.hf_config import read_hf_config
 
-_KL = {"low_var_kl": "k3"}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -50,18 +49,40 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
             adam_eps=adam.adam_eps,
             clip_grad=adam.clip_grad,
         ),
-        loss=LossSpec(
-            clip_low=loss.eps_clip,
-            clip_high=loss.eps_clip_high if loss.eps_clip_high is not None else loss.eps_clip,
-            tis_cap=loss.tis_clip if loss.use_tis else None,
-            entropy_coef=loss.entropy_coef,
-            kl_coef=loss.kl_loss_coef if loss.use_kl_loss else 0.0,
-            kl_kind=_KL.get(loss.kl_loss_type, loss.kl_loss_type),  # type: ignore[arg-type]
-            aggregate="token-mean" if loss.calculate_per_token_loss else "sequence-mean",
-            temperature=config.rollout.rollout_temperature,
+        loss=loss_spec(config),
+        advantages=AdvantageSpec(
+            estimator="grpo" if loss.advantage_estimator == "gspo" else loss.advantage_estimator,
+            normalise_std=not loss.disable_grpo_std_normalization,
         ),
         meet_timeout=config.timeouts.trainer_start_timeout,
         collective_timeout=config.timeouts.distributed_timeout_minutes * 60,
+    )
+
+
+def loss_spec(config: RunConfig) -> LossSpec:
+    """The policy loss."""
+    loss = config.loss
+    mean = "token-mean" if loss.calculate_per_token_loss else "sequence-mean"
+    return LossSpec(
+        clip_low=loss.eps_clip,
+        clip_high=loss.eps_clip_high if loss.eps_clip_high is not None else loss.eps_clip,
+        dual_clip=loss.eps_clip_c,
+        objective=loss.objective,
+        proximal="behaviour" if loss.use_rollout_logprobs else "recomputed",
+        tis_cap=loss.tis_clip if loss.use_tis else None,
+        tis_low=loss.tis_clip_low,
+        tis_level=loss.tis_level,
+        tis_mode=loss.tis_mode,
+        rs_level=loss.rs_level if loss.use_rs else None,
+        rs_low=loss.rs_lower_bound,
+        rs_high=loss.rs_upper_bound,
+        rs_veto=loss.rs_veto_threshold,
+        entropy_coef=loss.entropy_coef,
+        kl_coef=loss.kl_loss_coef if loss.use_kl_loss else 0.0,
+        kl_kind=loss.kl_loss_type,
+        aggregate=loss.loss_aggregation or mean,
+        constant_length=config.rollout.rollout_max_response_len if loss.loss_aggregation == "constant" else None,
+        temperature=config.rollout.rollout_temperature,
     )
 
 
@@ -105,6 +126,8 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
             gateways=(gateway_url,),
             listen=Listen(config.cluster.gateway_host),
             mode=engines.pause_generation_mode,
+            activation=weights.activation if weights.publishes_deltas else "reload",
+            checkpoint=config.checkpoint.absolute(),
             start_timeout=config.timeouts.engine_start_timeout,
             limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
         )

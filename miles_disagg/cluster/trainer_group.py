@@ -14,6 +14,7 @@ from miles_disagg.cluster.calls import call, call_all
 from miles_disagg.config.placement import GroupPlan
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event
+from miles_disagg.store.lineage import Kind
 from miles_disagg.trainer.actor import PublicationSpec, TrainerActor
 from miles_disagg.trainer.base import RankSpec, TrainerSpec
 
@@ -26,9 +27,9 @@ class RemoteSource:
     name: str
     timeout: float
 
-    async def encode(self, ref: VersionRef, encoding: str | None) -> Any:
+    async def encode(self, ref: VersionRef, encoding: str | None, kind: Kind = "version") -> Any:
         """Diff, encode and digest what was staged."""
-        return await call(self.actor.encode.remote(ref, encoding), f"{self.name}: encode {ref}", self.timeout)
+        return await call(self.actor.encode.remote(ref, encoding, kind), f"{self.name}: encode {ref}", self.timeout)
 
     async def write(self, plan: Any) -> Any:
         """Write the shard; its receipt."""
@@ -47,6 +48,8 @@ class TrainerGroup:
     step_timeout: float
     update_timeout: float
     sources: list[int] = field(default_factory=list)
+    learning_rate: float = 0.0
+    """Of the last optimizer step."""
 
     @classmethod
     async def start(
@@ -58,7 +61,6 @@ class TrainerGroup:
         *,
         run_id: str,
         env: Mapping[str, str],
-        normalise_std: bool,
         global_batch_size: int,
         start_timeout: float,
         step_timeout: float,
@@ -81,7 +83,7 @@ class TrainerGroup:
             await call_all(
                 [
                     (
-                        actor.setup.remote(spec, rank, publication, normalise_std, global_batch_size),
+                        actor.setup.remote(spec, rank, publication, global_batch_size),
                         f"trainer rank {i}: load the model",
                     )
                     for i, (actor, rank) in enumerate(zip(ranks, specs, strict=True))
@@ -102,7 +104,9 @@ class TrainerGroup:
     async def train(self, groups: Sequence[Any], version: int) -> dict[str, float]:
         """Optimizer steps on one consumed batch of groups; rank 0's metrics."""
         batch = ray.put(list(groups))
-        return (await self._each("train", self.step_timeout, f"train at version {version}", batch, version))[0]
+        metrics = (await self._each("train", self.step_timeout, f"train at version {version}", batch, version))[0]
+        self.learning_rate = metrics.get("train/lr", 0.0)
+        return metrics
 
     async def stage(self, ref: VersionRef) -> None:
         """Copy the weights out on all ranks: the only part of a publication that stalls the trainer."""
@@ -112,12 +116,16 @@ class TrainerGroup:
         """The sources as `publish.disk` sees them, in source order."""
         return [RemoteSource(self.ranks[i], f"trainer rank {i}", self.update_timeout) for i in self.sources]
 
-    async def send(self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]]) -> dict[str, float]:
+    async def send(
+        self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]], *, whole: bool = False
+    ) -> dict[str, float]:
         """Broadcast what was staged, from one source after another: an engine is in each one's group in turn."""
         total: dict[str, float] = {}
         for i in self.sources:
             what = f"trainer rank {i}: send {ref} to {', '.join(name for _, name, _ in targets)}"
-            for key, value in (await call(self.ranks[i].send.remote(ref, targets), what, self.update_timeout)).items():
+            for key, value in (
+                await call(self.ranks[i].send.remote(ref, targets, whole), what, self.update_timeout)
+            ).items():
                 total[key] = total.get(key, 0.0) + value
         return total
 

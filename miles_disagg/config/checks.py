@@ -5,6 +5,7 @@ prompts) is looked at by `cluster.preflight`, through the readers that use them.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from miles_disagg.config.base import bounds_of
 from miles_disagg.config.flags import CONFIG_FILE, SGLANG_PREFIX, closest, flag, load_files, section_of
+from miles_disagg.config.loss_checks import loss
 from miles_disagg.config.machine import Machine, port_problem
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.config.resolve import is_url, joins_cluster, resolve
@@ -40,7 +42,7 @@ def check(config: RunConfig, machine: Machine | None = None, environ: Mapping[st
     """
     problems = list(_out_of_range(config).values())
     config = within_range(config)
-    for rule in (_required, _data, _topology, _sglang, weights, _pacing, _trainer, _loss, _outputs):
+    for rule in (_required, _data, _topology, _sglang, weights, _pacing, _trainer, loss, _outputs):
         problems.extend(rule(config))
     problems.extend(_addresses(config))
     if not joins_cluster(config, environ):
@@ -107,7 +109,8 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield "--eval-interval needs held-out prompts: give --eval-prompt-data NAME PATH"
     if config.rollout.n_samples_per_prompt < 2:
         yield (
-            "--n-samples-per-prompt 1 with --advantage-estimator grpo: a group of one has no advantage; give at least 2"
+            f"--n-samples-per-prompt 1 with --advantage-estimator {config.loss.advantage_estimator}: "
+            "a group of one has no advantage; give at least 2"
         )
 
 
@@ -149,8 +152,29 @@ def _topology(config: RunConfig) -> Iterator[str]:
             f"--rollout-num-gpus-per-engine {each} spans nodes and must be a multiple of --num-gpus-per-node "
             f"{config.cluster.num_gpus_per_node}"
         )
+    yield from _sharing(config)
     if engines.rollout_engine == "embedded" and each > 1:
         yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs per engine"
+
+
+def _sharing(config: RunConfig) -> Iterator[str]:
+    """A GPU that trainer and engine share: one process of each, and weights that do not go over NCCL."""
+    engines, trainer = config.engines, config.trainer
+    if trainer.actor_gpu_fraction < 1 and trainer.actor_num_gpus_per_node > 1:
+        yield (
+            f"--actor-gpu-fraction {trainer.actor_gpu_fraction:g} shares one GPU, but --actor-num-gpus-per-node is "
+            f"{trainer.actor_num_gpus_per_node}: make it 1"
+        )
+    if engines.rollout_gpu_fraction < 1 and engines.rollout_num_gpus_per_engine > 1:
+        yield (
+            f"--rollout-gpu-fraction {engines.rollout_gpu_fraction:g} shares one GPU, but "
+            f"--rollout-num-gpus-per-engine is {engines.rollout_num_gpus_per_engine}: make it 1"
+        )
+    if trainer.actor_gpu_fraction < 1 and engines.rollout_num_gpus and config.weights.transport == "broadcast":
+        yield (
+            f"--actor-gpu-fraction {trainer.actor_gpu_fraction:g} with --update-weight-transport broadcast: NCCL "
+            "refuses two processes on one GPU; add --update-weight-transfer-mode disk-delta (or disk-full)"
+        )
 
 
 def _external_addresses(addresses: Iterable[str]) -> Iterator[str]:
@@ -234,20 +258,6 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _loss(config: RunConfig) -> Iterator[str]:
-    loss, optimizer = config.loss, config.optimizer
-    if loss.kl_loss_coef > 0 and not loss.use_kl_loss:
-        yield "--kl-loss-coef has no effect without --use-kl-loss: give both"
-    if optimizer.min_lr > optimizer.lr:
-        yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}"
-    steps = resolve(config).optimizer.lr_decay_iters
-    if optimizer.lr_decay_style != "constant" and steps is not None and steps <= optimizer.lr_warmup_iters:
-        yield (
-            f"--lr-decay-style {optimizer.lr_decay_style}: --lr-warmup-iters {optimizer.lr_warmup_iters} leaves "
-            f"nothing of the {steps} steps of --lr-decay-iters"
-        )
-
-
 def _outputs(config: RunConfig) -> Iterator[str]:
     run_id = config.output.run_id
     if run_id is not None:
@@ -328,7 +338,7 @@ def _resources(config: RunConfig, machine: Machine) -> Iterator[str]:
             "join a cluster with --ray-address"
         )
     wanted: dict[str, Any] = plan_placement(resolved).total()
-    gpus = int(wanted.get("GPU", 0))
+    gpus = math.ceil(round(wanted.get("GPU", 0), 6))
     if gpus > machine.gpus:
         asked = [f"--rollout-num-gpus {config.engines.rollout_num_gpus}"] if config.engines.rollout_num_gpus else []
         if resolved.trainer.trainer_device == "cuda":

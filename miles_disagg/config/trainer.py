@@ -1,13 +1,15 @@
 """The trainer: ranks and parallelism, optimizer, loss. Flags are Megatron's and miles' own where they have them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from miles_disagg.config.base import (
+    Bounds,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Probability,
     Section,
 )
 
@@ -21,6 +23,8 @@ class TrainerConfig(Section):
     """Trainer ranks per node: one GPU each, or --actor-cpus-per-rank cores each on CPU."""
     actor_cpus_per_rank: PositiveFloat = 1.0
     """CPU cores reserved for each trainer rank."""
+    actor_gpu_fraction: Probability = 1.0
+    """Share of its GPU that a trainer rank reserves; below 1 leaves room for an engine (--rollout-gpu-fraction)."""
     trainer_device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where GPUs exist, else cpu."""
     train_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -79,27 +83,56 @@ class OptimizerConfig(Section):
 
 
 class LossConfig(Section):
-    """Advantages and the policy loss."""
+    """Advantages, the policy loss, and corrections for samples that another policy wrote. See docs/algorithms.md."""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
+    advantage_estimator: Literal["grpo", "gspo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    """How rewards become advantages; gspo is grpo with --policy-loss gspo."""
     disable_grpo_std_normalization: bool = False
     """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Clipped ratio of each token, of each sequence (GSPO), or a clipped weight on REINFORCE (CISPO)."""
     eps_clip: Fraction = 0.2
     """Lower clip range of the importance ratio."""
     eps_clip_high: PositiveFloat | None = None
     """Upper clip range; unset: --eps-clip."""
+    eps_clip_c: Annotated[float, Bounds(low=1, open_low=True)] | None = None
+    """Dual clip: bound of the ratio where the advantage is negative, for instance 3; unset: none."""
+    use_rollout_logprobs: bool = False
+    """Clip against the engine's logprobs instead of the trainer's own, recomputed before the first optimizer step."""
     use_kl_loss: bool = False
     """Add a KL term to the frozen base model."""
     kl_loss_coef: NonNegativeFloat = 0.0
     """Weight of the KL term."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """KL estimator; low_var_kl is k3, clipped."""
+    """KL estimator; low_var_kl is k3, clipped to [-10, 10]."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     use_tis: bool = False
-    """Truncated importance sampling against the engine's own logprobs."""
+    """Weigh by the importance ratio of the trainer's logprobs to the engine's, within bounds."""
     tis_clip: PositiveFloat = 2.0
-    """Upper limit of the truncated importance weight."""
+    """Upper bound of the importance weight."""
+    tis_clip_low: NonNegativeFloat = 0.0
+    """Lower bound of the importance weight, for --tis-mode clip and mask."""
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of a token, product over its sequence, or geometric mean over its sequence."""
+    tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """Outside the bounds: the upper bound (TIS), the nearest bound, or weight 0 (IcePop; MIS at the sequence level)."""
+    use_rs: bool = False
+    """Reject what has an importance ratio outside --rs-lower-bound and --rs-upper-bound."""
+    rs_level: Literal["token", "sequence", "geometric"] = "token"
+    """What is rejected: tokens, or sequences by product or geometric mean."""
+    rs_lower_bound: NonNegativeFloat = 0.5
+    """Smallest ratio that is kept."""
+    rs_upper_bound: PositiveFloat = 2.0
+    """Largest ratio that is kept."""
+    rs_veto_threshold: PositiveFloat | None = None
+    """Reject every sequence with a token whose ratio is below this, for instance 1e-4; unset: none."""
     calculate_per_token_loss: bool = False
     """Mean over tokens of the batch instead of the mean over samples of their token means."""
+    loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = None
+    """Says it in full; constant divides by --rollout-max-response-len (Dr. GRPO). Unset: by the flag above."""
+
+    @property
+    def objective(self) -> Literal["ppo", "gspo", "cispo"]:
+        """The policy loss, with the estimator's short form applied."""
+        return "gspo" if self.advantage_estimator == "gspo" else self.policy_loss

@@ -15,6 +15,7 @@ import ray
 
 from miles_disagg.buffer.base import Batch
 from miles_disagg.buffer.data_buffer import DataBuffer
+from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.versions import Constraint, VersionRef
 from miles_disagg.observe.events import Event, Timeline
 from miles_disagg.prompts.ledger import Ledger
@@ -29,8 +30,9 @@ from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.host import EngineHost, HostSpec
 from miles_disagg.rollout.pool import RolloutClient
 from miles_disagg.rollout.producer import Producer
-from miles_disagg.store.actor import RemoteLedger
+from miles_disagg.store.actor import RemoteLedger, import_hook
 from miles_disagg.store.base import open_store
+from miles_disagg.store.ledger import PRE_READ
 from miles_disagg.store.versions import VersionStore
 
 
@@ -41,6 +43,7 @@ class StagingSpec:
     store_url: str
     directory: Path
     base: Path
+    pre_read_path: str | None = None
 
 
 @ray.remote(max_restarts=0)
@@ -53,7 +56,8 @@ class RolloutEngine:
         def stager() -> DiskStager:
             assert staging is not None
             objects = VersionStore(open_store(staging.store_url))
-            return DiskStager(objects, staging.directory, staging.base, reader=spec.replica_id)
+            pre_read = import_hook(staging.pre_read_path, PRE_READ)
+            return DiskStager(objects, staging.directory, staging.base, reader=spec.replica_id, pre_read=pre_read)
 
         self._host = EngineHost(
             spec, source=ledger if staging else None, stager=stager if staging else None, sink=ledger
@@ -121,6 +125,7 @@ class ProducerSpec:
     buffer_groups: int
     request_timeout: float
     version: int = 0
+    token_file: str | None = None
 
 
 def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[DatasetSource, DatasetSource | None]:
@@ -155,7 +160,8 @@ class RolloutProducer:
         self._held_out = held_out.all() if held_out else []
         function = load_reward(spec.rm_type, custom_path=spec.custom_rm_path, url=spec.rm_url)
         self._reward = RewardRunner(function, timeout=spec.reward_timeout, workers=spec.reward_workers)
-        self._client = RolloutClient(spec.endpoint, timeout=spec.request_timeout)
+        token = read_token(spec.token_file, "--rollout-auth-token-file")
+        self._client = RolloutClient(spec.endpoint, api_key=token, timeout=spec.request_timeout, run_id=spec.run_id)
         self._buffer = DataBuffer(spec.buffer_groups)
         self._producer = Producer(
             self._client, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
@@ -202,6 +208,14 @@ class RolloutProducer:
 
     async def metrics(self) -> dict[str, float]:
         return self._producer.metrics()
+
+    async def state(self) -> dict[str, Any]:
+        """Cursor, ledger, buffer contents: JSON-able."""
+        return self._producer.state()
+
+    async def load_state(self, state: dict[str, Any], version: int, consumed: int) -> None:
+        """Continue from `state` at the published `version`; before `start`."""
+        self._producer.load_state(state, version=version, consumed=consumed)
 
     async def events(self) -> list[Event]:
         return self._timeline.drain()

@@ -19,10 +19,13 @@ from miles_disagg.domain.samples import SampleGroup
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event, Timeline
 from miles_disagg.publish.base import GroupSpec
+from miles_disagg.store.actor import import_hook
 from miles_disagg.store.base import open_store
-from miles_disagg.trainer.advantages import grpo_advantages
+from miles_disagg.store.ledger import POST_WRITE
+from miles_disagg.trainer.advantages import advantages
 from miles_disagg.trainer.base import RankSpec, TrainerSpec
 from miles_disagg.trainer.batch import train_samples
+from miles_disagg.weights.checkpoint import open_checkpoint
 from miles_disagg.weights.digest import digest
 
 
@@ -31,7 +34,8 @@ class PublicationSpec:
     """How this run's sources publish.
 
     transport: `disk` (to store_url) or `broadcast` (backend of the process group). snapshot: the base checkpoint.
-    companions: files put beside full versions. Times in seconds, sizes in bytes.
+    companions: files put beside full versions. encoding: of deltas, None for full versions; snapshot_device: where the
+    published bytes are kept to compare with. post_write_path: hook for mounts. Times in seconds, sizes in bytes.
     """
 
     transport: str
@@ -42,6 +46,9 @@ class PublicationSpec:
     bucket_bytes: int
     backend: str
     timeout: float
+    encoding: str | None = None
+    snapshot_device: str = "auto"
+    post_write_path: str | None = None
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"publish": 1, "control": 2})  # pyright: ignore[reportCallIssue]
@@ -61,9 +68,7 @@ class TrainerActor:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1], [int(g) for g in ray.get_gpu_ids()]
 
-    def setup(
-        self, spec: TrainerSpec, rank: RankSpec, publication: PublicationSpec, normalise_std: bool, batch_size: int
-    ) -> None:
+    def setup(self, spec: TrainerSpec, rank: RankSpec, publication: PublicationSpec, batch_size: int) -> None:
         """Meet the other ranks, load the model, prepare publishing. batch_size: samples per optimizer step."""
         import torch
 
@@ -71,7 +76,7 @@ class TrainerActor:
             torch.set_num_threads(1)
         from miles_disagg.trainer.megatron.trainer import MegatronTrainer
 
-        self._publication, self._normalise_std, self._batch_size = publication, normalise_std, batch_size
+        self._publication, self._advantages, self._batch_size = publication, spec.advantages, batch_size
         self._trainer = MegatronTrainer(spec, rank)
         if self._trainer.is_source:
             self._source = _make_source(publication, self._trainer.source_index)
@@ -82,9 +87,8 @@ class TrainerActor:
 
     def train(self, groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
         """Optimizer steps on one batch (collective)."""
-        advantages = grpo_advantages([g.rewards for g in groups], normalise_std=self._normalise_std)
         with self._timeline.span("train", version):
-            batch = train_samples(groups, advantages)
+            batch = train_samples(groups, advantages([g.rewards for g in groups], self._advantages))
             return dict(self._trainer.train_step(batch, global_batch_size=self._batch_size, version=version))
 
     def stage(self, ref: VersionRef) -> None:
@@ -97,10 +101,10 @@ class TrainerActor:
             self._trainer.export(self._source.stage, self._publication.bucket_bytes)
 
     @ray.method(concurrency_group="publish")
-    def encode(self, ref: VersionRef, encoding: str | None) -> Any:
+    def encode(self, ref: VersionRef, encoding: str | None, kind: Any = "version") -> Any:
         """Disk: diff, encode and digest what was staged."""
         with self._timeline.span("encode", ref.version):
-            return self._source.encode(ref, encoding)
+            return self._source.encode(ref, encoding, kind)
 
     @ray.method(concurrency_group="publish")
     def write(self, plan: Any) -> Any:
@@ -114,10 +118,11 @@ class TrainerActor:
         self._source.settle(published)
 
     @ray.method(concurrency_group="publish")
-    def send(self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]]) -> dict[str, float]:
+    def send(self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]], whole: bool = False) -> dict[str, float]:
         """Broadcast: send what was staged to engine actors, given with their names and numbers of ranks."""
         with self._timeline.span("send", ref.version):
-            return dict(asyncio.run(self._source.send(str(ref), [ActorTarget(*target) for target in targets])))
+            engines = [ActorTarget(*target) for target in targets]
+            return dict(asyncio.run(self._source.send(str(ref), engines, whole=whole)))
 
     @ray.method(concurrency_group="publish")
     def discard(self) -> None:
@@ -193,12 +198,19 @@ def _make_source(spec: PublicationSpec, index: int) -> Any:
     if spec.transport == "broadcast":
         from miles_disagg.publish.broadcast import BroadcastSource
 
-        return BroadcastSource(address=ray.util.get_node_ip_address(), backend=spec.backend, timeout=spec.timeout)
+        here = ray.util.get_node_ip_address()
+        delta = spec.encoding is not None
+        return BroadcastSource(address=here, backend=spec.backend, timeout=spec.timeout, delta=delta)
+    from miles_disagg.publish.device import choose_device
     from miles_disagg.publish.disk import DiskSource
 
+    with open_checkpoint(spec.snapshot) as base:
+        device = choose_device(spec.snapshot_device, spec.encoding, base)
     return DiskSource(
         open_store(spec.store_url),
         Path(spec.snapshot),
         checksum_format=spec.checksum,
         companions=[Path(path) for path in spec.companions] if index == 0 else (),
+        post_write=import_hook(spec.post_write_path, POST_WRITE),
+        device=device,
     )

@@ -6,6 +6,7 @@ adapter is `megatron/trainer.py`; the Ray shell around it is `actor.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -47,14 +48,29 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True)
-class LossSpec:
-    """GRPO/PPO-clip with token-level truncated importance sampling; formulas in `losses.py`.
+class AdvantageSpec:
+    """How rewards become advantages (`advantages.py`). normalise_std: of `grpo`; off is Dr. GRPO."""
 
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-    tis_cap: upper bound of the weight pi_proximal / pi_behaviour (None: no importance correction).
+    estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    normalise_std: bool = True
+
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The policy loss; formulas and sources in `losses.py` (objective, KL) and `corrections.py` (tis, rs).
+
+    objective: what is done with the ratio pi / pi_proximal, clipped to [1 - clip_low, 1 + clip_high]; dual_clip: upper
+    bound, above 1, of the ratio's effect where the advantage is negative (None: none). proximal: `recomputed` by the
+    trainer before the first optimizer step of a rollout batch, or the `behaviour` policy's own logprobs.
+    tis_cap: upper bound of the importance weight rho = pi_proximal / pi_behaviour (None: no weighting), tis_low its
+    lower bound in modes `clip` and `mask`; tis_level: rho of a token, or of its sequence. rs_level: reject where rho
+    is outside [rs_low, rs_high] (None: never); rs_veto: reject sequences with a token whose rho is below it.
     kl_coef: weight of the KL estimate to the frozen base model; 0 builds no base model.
-    aggregate: `token-mean` over all trained tokens of the global batch, or `sequence-mean`: mean over samples of
-    each sample's token mean.
+    aggregate: `token-mean` over all trained tokens of the global batch, `sequence-mean`: mean over samples of
+    each sample's token mean, or `constant`: sum over tokens / (samples x constant_length), Dr. GRPO's.
     temperature: sampling temperature of the rollouts; the engine's logprobs are those of logits / temperature.
     """
 
@@ -63,9 +79,20 @@ class LossSpec:
     tis_cap: float | None = 2.0
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    aggregate: Literal["token-mean", "sequence-mean"] = "token-mean"
+    kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    aggregate: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     temperature: float = 1.0
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    dual_clip: float | None = None
+    proximal: Literal["recomputed", "behaviour"] = "recomputed"
+    tis_low: float = 0.0
+    tis_level: Level = "token"
+    tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
+    rs_level: Level | None = None
+    rs_low: float = 0.0
+    rs_high: float = math.inf
+    rs_veto: float | None = None
+    constant_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -76,6 +103,20 @@ class LossSpec:
             raise ValueError(f"clip_low must be in [0, 1) and clip_high >= 0, got {self.clip_low} and {self.clip_high}")
         if self.tis_cap is not None and self.tis_cap <= 0:
             raise ValueError(f"tis_cap must be positive (None turns importance sampling off), got {self.tis_cap}")
+        if self.tis_cap is not None and not 0 <= self.tis_low <= self.tis_cap:
+            raise ValueError(f"tis_low must be in [0, tis_cap], got {self.tis_low} and {self.tis_cap}")
+        if not 0 <= self.rs_low <= self.rs_high:
+            raise ValueError(f"rs_low must be in [0, rs_high], got {self.rs_low} and {self.rs_high}")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
+        if self.aggregate == "constant" and not self.constant_length:
+            raise ValueError("aggregate constant needs constant_length, the tokens that each sample is divided by")
+
+    @property
+    def needs_behaviour(self) -> bool:
+        """True if the loss cannot be computed without the logprobs of the policy that wrote the tokens."""
+        corrected = self.tis_cap is not None or self.rs_level is not None or self.rs_veto is not None
+        return corrected or self.proximal == "behaviour"
 
 
 @dataclass(frozen=True)
@@ -96,6 +137,7 @@ class TrainerSpec:
     seed: int = 1234
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     loss: LossSpec = field(default_factory=LossSpec)
+    advantages: AdvantageSpec = field(default_factory=AdvantageSpec)
     meet_timeout: float = 120.0
     collective_timeout: float = 600.0
 
@@ -120,7 +162,8 @@ class TrainSample:
     """One sample as the loss sees it. n is the response length, len(tokens) - prompt_len; prompt_len >= 1.
 
     tokens: prompt and response ids. loss_mask: 1 where a response token is trained on, length n (None: all ones).
-    behaviour_logprobs: natural log-probability of each response token under the policy that wrote it, length n.
+    behaviour_logprobs: natural log-probability of each response token under the policy that wrote it, length n; None
+    if nobody knows it, which is an error where the loss needs it.
     advantage: one number for all response tokens, or n numbers.
     token_versions: version that wrote each response token, length n; used only to report
     `train/rollout_logprob_abs_diff_on_policy`.
@@ -128,7 +171,7 @@ class TrainSample:
 
     tokens: Sequence[int]
     prompt_len: int
-    behaviour_logprobs: Sequence[float]
+    behaviour_logprobs: Sequence[float] | None
     advantage: float | Sequence[float]
     loss_mask: Sequence[int] | None = None
     token_versions: Sequence[int] | None = None
@@ -181,7 +224,8 @@ class Trainer(Protocol):
         global_batch_size: samples per optimizer step; must divide len(batch) (None: one step). With several steps
         the proximal policy is the one before the first step. version: the trainer's current policy version.
         Metrics (the same on every rank): train/loss, train/pg_loss, train/grad_norm, train/entropy, train/kl,
-        train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/lr, train/tokens, train/micro_batches,
+        train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/rejected_fraction, train/lr,
+        train/tokens, train/micro_batches,
         train/rollout_logprob_abs_diff, and train/rollout_logprob_abs_diff_on_policy where token versions allow it.
         """
         ...

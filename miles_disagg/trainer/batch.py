@@ -21,7 +21,7 @@ def train_samples(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[f
                 TrainSample(
                     tokens=(*sample.prompt.tokens, *sample.tokens),
                     prompt_len=len(sample.prompt.tokens),
-                    behaviour_logprobs=sample.logprobs,
+                    behaviour_logprobs=sample.logprobs if len(sample.logprobs) == len(sample.tokens) else None,
                     advantage=advantage,
                     loss_mask=sample.loss_mask,
                     token_versions=sample.token_versions(),

@@ -56,11 +56,13 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> list[l
     return ranks
 
 
-def sample_weights(batch: Sequence[TrainSample], aggregate: str) -> list[float]:
-    """Weight of every trained token of each sample, such that all weights of the global batch sum to 1.
+def sample_weights(batch: Sequence[TrainSample], aggregate: str, constant_length: int | None = None) -> list[float]:
+    """Weight of every trained token of each sample in the loss of the global batch.
 
-    `token-mean`: 1 / trained tokens of the batch. `sequence-mean`: 1 / (samples with trained tokens x own trained
-    tokens). ValueError if nothing is trained on.
+    `token-mean`: 1 / trained tokens of the batch (DAPO, arXiv 2503.14476, eq. 8). `sequence-mean`: 1 / (samples with
+    trained tokens x own trained tokens) (GRPO, arXiv 2402.03300, eq. 3). All weights sum to 1 in both. `constant`: 1 /
+    (samples x constant_length), so that no length is favoured (Dr. GRPO, arXiv 2503.20783, section 3.1). ValueError if
+    nothing is trained on.
     """
     counts = [sample.trained_tokens for sample in batch]
     total, samples = sum(counts), sum(1 for c in counts if c)
@@ -68,6 +70,8 @@ def sample_weights(batch: Sequence[TrainSample], aggregate: str) -> list[float]:
         raise ValueError("the batch has no token to train on: every loss mask is zero")
     if aggregate == "token-mean":
         return [1.0 / total] * len(batch)
+    if aggregate == "constant" and constant_length:
+        return [1.0 / (len(batch) * constant_length)] * len(batch)
     if aggregate != "sequence-mean":
         raise ValueError(f"aggregate {aggregate!r} is not one of {LossSpec.__annotations__['aggregate']}")
     return [1.0 / (samples * c) if c else 0.0 for c in counts]

@@ -1,8 +1,15 @@
-"""Per-token policy loss and its diagnostics, on tensors of any shape. No Megatron, no reduction over ranks.
+"""Per-token policy losses and their diagnostics, on flat tensors of response tokens. No Megatron, no reduction.
 
-Formulas: PPO-clip (arXiv 1707.06347, eq. 7) with asymmetric bounds (DAPO, arXiv 2503.14476, eq. 10); decoupled
-proximal and behaviour policies (arXiv 2110.00641, eq. 4); truncated importance sampling (TIS) of the behaviour policy,
-per token; KL estimators k1, k2, k3 (J. Schulman, "Approximating KL divergence", 2020).
+Objectives, with r = pi / pi_proximal:
+* `ppo`: PPO-clip (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with asymmetric bounds (DAPO, arXiv 2503.14476,
+  eq. 10) and dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5);
+* `gspo`: one ratio a sequence, its geometric mean (Zheng et al. 2025, arXiv 2507.18071, eq. 5 and 7; gradients through
+  each token as in eq. 14);
+* `cispo`: REINFORCE with a clipped ratio that carries no gradient (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5).
+
+The proximal policy is the one before the first optimizer step of the rollout batch, recomputed by the trainer, and
+apart from the behaviour policy: decoupled PPO (Hilton et al. 2021, arXiv 2110.00641, eq. 4). What makes up for the
+behaviour policy is `corrections`. KL estimators k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020.
 """
 
 from __future__ import annotations
@@ -13,11 +20,18 @@ import torch
 from torch import Tensor
 
 from miles_disagg.trainer.base import LossSpec
+from miles_disagg.trainer.corrections import by_sequence, importance_weights, rejected
+
+_KL_LIMIT = 10.0
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Per-token tensors of the inputs' shape, fp32. Only `loss` and `policy` carry gradients."""
+    """Per-token fp32 tensors [n]. Only `loss` and `policy` carry gradients.
+
+    clipped: 1 where a clip took effect. tis: importance weight, tis_capped: 1 where its bounds took effect. rejected: 1
+    where the policy term was left out. kl: estimate of the KL to the reference.
+    """
 
     loss: Tensor
     policy: Tensor
@@ -25,32 +39,42 @@ class TokenLosses:
     tis: Tensor
     tis_capped: Tensor
     kl: Tensor
+    rejected: Tensor
 
 
 def policy_losses(
     logprobs: Tensor,
     *,
     proximal: Tensor,
-    behaviour: Tensor,
+    behaviour: Tensor | None,
     advantages: Tensor,
     entropy: Tensor | None,
     reference: Tensor | None,
     spec: LossSpec,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
 ) -> TokenLosses:
-    """loss = tis * max(-A r, -A clip(r, 1 - low, 1 + high)) - entropy_coef * H + kl_coef * KL, token by token.
+    """loss = (1 - rejected) * tis * objective - entropy_coef * H + kl_coef * KL, token by token.
 
-    r = exp(logprobs - proximal); tis = min(exp(proximal - behaviour), tis_cap), without gradient. `logprobs` is the
-    current policy with gradient; `proximal` the policy before the first optimizer step of this rollout batch;
-    `behaviour` the one that wrote the token. `entropy`: nats, needed only if entropy_coef is not 0. `reference`:
-    logprobs of the frozen base, needed only if kl_coef is not 0.
+    All [n]. `logprobs`: current policy, with gradient. `proximal`: before the first optimizer step of this rollout
+    batch. `behaviour`: of the policy that wrote the token; ValueError if it is missing and a correction needs it.
+    `entropy`: nats, needed if entropy_coef is not 0. `reference`: logprobs of the frozen base, needed if kl_coef is not
+    0. `mask`: 1 for trained tokens (None: all). `segments`: int64, the sequence of each token (None: one sequence).
     """
+    if behaviour is None:
+        if spec.needs_behaviour:
+            raise ValueError("a correction (tis_cap, rs_level, rs_veto, proximal behaviour) needs behaviour logprobs")
+        behaviour = proximal
     proximal, behaviour = proximal.detach(), behaviour.detach()
-    ratio = torch.exp(logprobs - proximal)
-    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-    policy = torch.maximum(plain, bounded)
-    weight, capped = importance_weights(proximal, behaviour, spec.tis_cap)
-    policy = policy * weight
-    loss, kl = policy, torch.zeros_like(logprobs)
+    if spec.proximal == "behaviour":
+        proximal = behaviour
+    mask = torch.ones_like(proximal) if mask is None else mask
+    segments = torch.zeros(proximal.shape, dtype=torch.int64, device=proximal.device) if segments is None else segments
+    policy, clipped = _objective(logprobs, proximal, advantages, mask, segments, spec)
+    weight, capped = importance_weights(proximal, behaviour, mask, segments, spec)
+    dropped = rejected(proximal, behaviour, mask, segments, spec)
+    policy = policy * (weight * (1 - dropped))
+    loss, kl = policy, torch.zeros_like(proximal)
     if spec.entropy_coef:
         if entropy is None:
             raise ValueError("entropy_coef is set but no entropy was computed")
@@ -60,21 +84,35 @@ def policy_losses(
         loss, kl = loss + spec.kl_coef * estimate, estimate.detach()
     elif spec.kl_coef:
         raise ValueError("kl_coef is set but no reference logprobs were computed")
-    return TokenLosses(loss, policy, (bounded > plain).float(), weight, capped, kl)
+    return TokenLosses(loss, policy, clipped, weight, capped, kl, dropped)
 
 
-def importance_weights(proximal: Tensor, behaviour: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
-    """(weights, 1 where the cap applied): min(exp(proximal - behaviour), cap); ones where `cap` is None."""
-    if cap is None:
-        return torch.ones_like(proximal), torch.zeros_like(proximal)
-    ratio = torch.exp((proximal - behaviour).clamp(max=20.0))
-    return ratio.clamp(max=cap), (ratio > cap).float()
+def _objective(
+    logprobs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, segments: Tensor, spec: LossSpec
+) -> tuple[Tensor, Tensor]:
+    """(loss per token, 1 where a clip took effect)."""
+    low, high = 1 - spec.clip_low, 1 + spec.clip_high
+    if spec.objective == "cispo":
+        ratio = torch.exp(logprobs.detach() - proximal)
+        return -ratio.clamp(low, high) * advantages * logprobs, ((ratio < low) | (ratio > high)).float()
+    if spec.objective == "gspo":
+        mean = by_sequence(logprobs.detach() - proximal, mask, segments, mean=True)
+        ratio = torch.exp(mean + logprobs - logprobs.detach())  # the sequence's ratio, differentiable token by token
+    else:
+        ratio = torch.exp(logprobs - proximal)
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(low, high)
+    policy, clipped = torch.maximum(plain, bounded), bounded > plain
+    if spec.dual_clip is not None:
+        most = -spec.dual_clip * advantages
+        too_much = (advantages < 0) & (policy > most)
+        policy, clipped = torch.where(too_much, most, policy), clipped | too_much
+    return policy, clipped.float()
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from samples of the policy, nats.
 
-    With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; low_var_kl is k3 clipped to [-10, 10].
     """
     d = logprobs - reference
     if kind == "k1":
@@ -83,4 +121,6 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
         return 0.5 * d * d
     if kind == "k3":
         return torch.exp(-d) - 1 + d
-    raise ValueError(f"kl_kind {kind!r} is not one of k1, k2, k3")
+    if kind == "low_var_kl":
+        return (torch.exp(-d) - 1 + d).clamp(-_KL_LIMIT, _KL_LIMIT)
+    raise ValueError(f"kl_kind {kind!r} is not one of k1, k2, k3, low_var_kl")

@@ -138,6 +138,18 @@ REFUSED = [
     ("--rollout-num-gpus 2", "--rollout-num-gpus 2 want 2 GPU(s)"),
     ("--actor-num-nodes 2", "join a cluster with --ray-address"),
     ("--actor-node-resource trainer_node", "--actor-node-resource names nodes of a Ray cluster"),
+    # loss
+    ("--tis-level sequence", "--tis-level has no effect without --use-tis"),
+    ("--rs-lower-bound 0.9", "--rs-lower-bound has no effect without --use-rs"),
+    ("--use-tis --tis-clip-low 0.5", "--tis-clip-low has no effect with --tis-mode truncate"),
+    ("--use-tis --tis-mode mask --tis-clip-low 3", "--tis-clip-low 3 is above --tis-clip 2"),
+    ("--use-rs --rs-lower-bound 3", "--rs-lower-bound 3 is above --rs-upper-bound 2"),
+    ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs makes every importance ratio 1"),
+    ("--eps-clip-c 1", "--eps-clip-c is 1: it must be above 1"),
+    ("--policy-loss cispo --eps-clip-c 3", "--eps-clip-c has no effect with --policy-loss cispo"),
+    ("--advantage-estimator gspo --policy-loss cispo", "--advantage-estimator gspo means --policy-loss gspo"),
+    ("--advantage-estimator rloo --disable-grpo-std-normalization", "has no effect with --advantage-estimator rloo"),
+    ("--calculate-per-token-loss --loss-aggregation constant", "contradicts --loss-aggregation constant"),
     ("--run-id ../x", "--run-id: run id '../x' is not legal"),
     ("--run-dir s3://b/x", "must be a local directory"),
 ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miles_disagg.trainer.advantages import group_advantages, grpo_advantages
 from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainSample
-from miles_disagg.trainer.losses import importance_weights, kl_estimate, policy_losses
+from miles_disagg.trainer.losses import kl_estimate, policy_losses
 from miles_disagg.trainer.schedule import learning_rate
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=12)
@@ -49,16 +49,6 @@ def test_a_clipped_token_has_no_gradient() -> None:
     out.loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, 2.0])
-
-
-def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
-    proximal, behaviour = torch.tensor([0.0, -1.0, 0.0]), torch.tensor([-3.0, 0.0, -1000.0])
-    weights, capped = importance_weights(proximal, behaviour, 2.0)
-    assert weights.tolist() == pytest.approx([2.0, math.exp(-1), 2.0])
-    assert capped.tolist() == [1.0, 0.0, 1.0]
-    assert importance_weights(proximal, behaviour, None)[0].tolist() == [1.0] * 3
-    out = losses([0.0], [0.0], [1.0], LossSpec(tis_cap=2.0), behaviour=torch.tensor([math.log(0.8)]))
-    assert out.loss.item() == pytest.approx(-1.25)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -135,6 +125,9 @@ def test_learning_rate_schedules() -> None:
         (lambda: LossSpec(temperature=0.0), "temperature"),
         (lambda: LossSpec(clip_low=1.5), "clip_low"),
         (lambda: LossSpec(tis_cap=0.0), "tis_cap"),
+        (lambda: LossSpec(tis_low=3.0), "tis_low"),
+        (lambda: LossSpec(rs_low=3.0, rs_high=2.0), "rs_low"),
+        (lambda: LossSpec(dual_clip=1.0), "dual_clip"),
         (lambda: TrainSample([1, 2], 0, [], 0.0), "prompt_len 0"),
         (lambda: TrainSample([1, 2], 1, [0.0, 0.0], 0.0), "behaviour_logprobs has 2 entries, the response has 1"),
         (lambda: TrainSample([1, 2], 1, [0.0], [1.0, 2.0]), "advantage has 2 entries"),

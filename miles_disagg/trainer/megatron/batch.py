@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_disagg.trainer.base import TrainSample
+from miles_disagg.trainer.base import LossSpec, TrainSample
 from miles_disagg.trainer.batching import sample_weights
 from miles_disagg.trainer.megatron.attention import PackedSequences, pack_lengths
 
@@ -50,24 +50,30 @@ def response_offsets(batch: Sequence[TrainSample]) -> tuple[int, ...]:
 
 
 def policy_columns(batch: Sequence[TrainSample], version: int | None) -> Columns:
-    """Columns `mask`, `advantage`, `behaviour` and `on_policy` (1 where `version` wrote the token)."""
-    mask, advantage, behaviour, on_policy = [], [], [], []
+    """Columns `mask`, `advantage`, `behaviour` and `on_policy` (1 where `version` wrote the token).
+
+    Without `behaviour` if any sample lacks its logprobs: a loss that needs them says so.
+    """
+    mask, advantage, on_policy = [], [], []
+    behaviour: list[float] = []
+    known = all(sample.behaviour_logprobs is not None for sample in batch)
     for sample in batch:
         n = sample.response_len
         mask.extend([1.0] * n if sample.loss_mask is None else [float(bool(m)) for m in sample.loss_mask])
         advantage.extend([sample.advantage] * n if isinstance(sample.advantage, int | float) else sample.advantage)
-        behaviour.extend(sample.behaviour_logprobs)
+        behaviour.extend(sample.behaviour_logprobs or ())
         versions = sample.token_versions if version is not None else None
         on_policy.extend([0.0] * n if versions is None else [float(v == version) for v in versions])
-    named = {"mask": mask, "advantage": advantage, "behaviour": behaviour, "on_policy": on_policy}
+    named = {"mask": mask, "advantage": advantage, "on_policy": on_policy} | ({"behaviour": behaviour} if known else {})
     return Columns(response_offsets(batch), {k: torch.tensor(v, dtype=torch.float32) for k, v in named.items()})
 
 
-def with_weights(columns: Columns, batch: Sequence[TrainSample], aggregate: str) -> Columns:
-    """Adds `weight` (the loss's) and `share` (mask / trained tokens, for means of metrics); both sum to 1."""
+def with_weights(columns: Columns, batch: Sequence[TrainSample], loss: LossSpec) -> Columns:
+    """Adds `weight` (the loss's, see `sample_weights`) and `share` (mask / trained tokens, for means of metrics)."""
     mask = columns.values["mask"]
     lengths = torch.tensor([s.response_len for s in batch])
-    per_token = torch.tensor(sample_weights(batch, aggregate), dtype=torch.float32).repeat_interleave(lengths)
+    per_token = torch.tensor(sample_weights(batch, loss.aggregate, loss.constant_length), dtype=torch.float32)
+    per_token = per_token.repeat_interleave(lengths)
     return columns.with_column("weight", mask * per_token).with_column("share", mask / mask.sum())
 
 
@@ -76,7 +82,8 @@ class MicroBatch:
     """Packed samples of one forward pass, on the device.
 
     indices: the samples, in packing order (ascending length). tokens, positions: int64 [1, t]. predictors: int64 [n],
-    the packed position whose logits predict each response token. targets: int64 [n]. columns: fp32 [n] by name.
+    the packed position whose logits predict each response token. targets: int64 [n]. segments: int64 [n], the sample
+    (by position in `indices`) of each response token. columns: fp32 [n] by name.
     """
 
     indices: tuple[int, ...]
@@ -85,20 +92,22 @@ class MicroBatch:
     packed: PackedSequences
     predictors: Tensor
     targets: Tensor
+    segments: Tensor
     columns: dict[str, Tensor]
 
 
 def pack(batch: Sequence[TrainSample], indices: Sequence[int], columns: Columns, device: torch.device) -> MicroBatch:
     """Pack `batch[i] for i in indices`. No samples: one token that predicts nothing, so that ranks stay in step."""
     order = sorted(indices, key=lambda i: (len(batch[i].tokens), i))
-    ids, positions, predictors, targets = [], [], [], []
-    for i in order:
+    ids, positions, predictors, targets, segments = [], [], [], [], []
+    for place, i in enumerate(order):
         sample = batch[i]
         start = len(ids)
         ids.extend(sample.tokens)
         positions.extend(range(len(sample.tokens)))
         predictors.extend(range(start + sample.prompt_len - 1, start + len(sample.tokens) - 1))
         targets.extend(sample.tokens[sample.prompt_len :])
+        segments.extend([place] * sample.response_len)
     lengths = [len(batch[i].tokens) for i in order] or [1]
 
     def on_device(values: list[int]) -> Tensor:
@@ -113,5 +122,6 @@ def pack(batch: Sequence[TrainSample], indices: Sequence[int], columns: Columns,
         packed=pack_lengths(lengths, device),
         predictors=on_device(predictors),
         targets=on_device(targets),
+        segments=on_device(segments),
         columns={k: torch.cat([p[k] for p in parts] or [empty]).to(device) for k in columns.values},
     )

@@ -21,8 +21,8 @@ from miles_disagg.trainer.megatron.parallel import Layout
 from miles_disagg.trainer.vocab_parallel import logprobs_and_entropy
 
 POLICY_SUMS = (
-    "loss", "pg_loss", "entropy", "kl", "clip_fraction", "tis_mean", "tis_capped_fraction", "rollout_logprob_abs_diff",
-    "on_policy_abs_diff", "on_policy_share",
+    "loss", "pg_loss", "entropy", "kl", "clip_fraction", "tis_mean", "tis_capped_fraction", "rejected_fraction",
+    "rollout_logprob_abs_diff", "on_policy_abs_diff", "on_policy_share",
 )  # fmt: skip
 """Names of the entries of the vector that `policy_loss` reports: sums over this micro-batch's tokens of share * x."""
 
@@ -60,18 +60,23 @@ def policy_loss(spec: LossSpec) -> Loss:
         terms = policy_losses(
             logprobs,
             proximal=column.get("proximal", logprobs.detach()),
-            behaviour=column["behaviour"],
+            behaviour=column.get("behaviour"),
             advantages=column["advantage"],
             entropy=entropy,
             reference=column.get("reference"),
             spec=spec,
+            mask=column["mask"],
+            segments=micro.segments,
         )
         total = (terms.loss * column["weight"]).sum()
         with torch.no_grad():
             share, weight = column["share"], column["weight"]
-            difference = (logprobs - column["behaviour"]).abs() * share
+            difference = (logprobs - column.get("behaviour", logprobs)).abs() * share
             sums = [total, (terms.policy * weight).sum()]
-            sums += [(x * share).sum() for x in (entropy, terms.kl, terms.clipped, terms.tis, terms.tis_capped)]
+            sums += [
+                (x * share).sum()
+                for x in (entropy, terms.kl, terms.clipped, terms.tis, terms.tis_capped, terms.rejected)
+            ]
             sums += [difference.sum(), (difference * column["on_policy"]).sum(), (share * column["on_policy"]).sum()]
         return total, torch.stack([s.detach() for s in sums])
 

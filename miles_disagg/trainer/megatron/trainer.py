@@ -100,14 +100,20 @@ class MegatronTrainer:
         if not batch or len(batch) % size:
             raise ValueError(f"--global-batch-size {size} does not divide the rollout batch of {len(batch)} samples")
         columns = policy_columns(batch, version)
-        if size < len(batch):
+        if self.spec.loss.needs_behaviour and "behaviour" not in columns.values:
+            missing = sum(sample.behaviour_logprobs is None for sample in batch)
+            raise ValueError(
+                f"{missing} of {len(batch)} samples have no behaviour logprobs, which --use-tis, --use-rs and "
+                "--use-rollout-logprobs need: have the generate function return them, or turn these off"
+            )
+        if size < len(batch) and self.spec.loss.proximal == "recomputed":
             columns = columns.with_column("proximal", self._score(self.model, batch))
         if self._base is not None:
             columns = columns.with_column("reference", self._score(self._base, batch))
         steps = []
         for begin in range(0, len(batch), size):
             part = batch[begin : begin + size]
-            weighted = with_weights(columns.samples(begin, begin + size), part, self.spec.loss.aggregate)
+            weighted = with_weights(columns.samples(begin, begin + size), part, self.spec.loss)
             steps.append(self._optimizer_step(part, weighted, policy_loss(self.spec.loss), POLICY_SUMS))
         out = {key: math.fsum(s[key] for s in steps) / len(steps) for key in steps[0]}
         out["train/tokens"] = float(sum(len(sample.tokens) for sample in batch))
@@ -118,7 +124,7 @@ class MegatronTrainer:
 
     def sft_step(self, batch: Sequence[TrainSample]) -> Mapping[str, float]:
         """See `trainer.base.Trainer.sft_step`."""
-        columns = with_weights(policy_columns(batch, None), batch, self.spec.loss.aggregate)
+        columns = with_weights(policy_columns(batch, None), batch, self.spec.loss)
         return self._optimizer_step(batch, columns, cross_entropy_loss, ("loss", "entropy"))
 
     def logprobs(self, batch: Sequence[TrainSample]) -> list[list[float]]:

@@ -1,0 +1,52 @@
+"""Advantages, loss and schedule: what cannot work together. Everything else that is refused is `checks`."""
+
+from collections.abc import Iterator
+
+from miles_disagg.config.flags import flag
+from miles_disagg.config.resolve import resolve
+from miles_disagg.config.run import RunConfig
+from miles_disagg.config.trainer import LossConfig
+
+
+def loss(config: RunConfig) -> Iterator[str]:
+    """Problems of --advantage-estimator, --policy-loss, the corrections and the optimizer's schedule."""
+    section, optimizer = config.loss, config.optimizer
+    yield from _corrections(section)
+    if section.calculate_per_token_loss and section.loss_aggregation not in (None, "token-mean"):
+        yield f"--calculate-per-token-loss contradicts --loss-aggregation {section.loss_aggregation}: drop one"
+    if section.advantage_estimator == "gspo" and section.policy_loss == "cispo":
+        yield "--advantage-estimator gspo means --policy-loss gspo, not cispo: use --advantage-estimator grpo"
+    if section.disable_grpo_std_normalization and section.advantage_estimator not in ("grpo", "gspo"):
+        yield f"--disable-grpo-std-normalization has no effect with --advantage-estimator {section.advantage_estimator}"
+    if section.objective == "cispo" and section.eps_clip_c is not None:
+        yield "--eps-clip-c has no effect with --policy-loss cispo, which has no dual clip: drop it"
+    if section.kl_loss_coef > 0 and not section.use_kl_loss:
+        yield "--kl-loss-coef has no effect without --use-kl-loss: give both"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}"
+    steps = resolve(config).optimizer.lr_decay_iters
+    if optimizer.lr_decay_style != "constant" and steps is not None and steps <= optimizer.lr_warmup_iters:
+        yield (
+            f"--lr-decay-style {optimizer.lr_decay_style}: --lr-warmup-iters {optimizer.lr_warmup_iters} leaves "
+            f"nothing of the {steps} steps of --lr-decay-iters"
+        )
+
+
+def _corrections(section: LossConfig) -> Iterator[str]:
+    """Importance weights and rejection: settings that contradict each other or have no effect."""
+    default = LossConfig()
+    for switch, fields in (
+        ("use_tis", ("tis_clip", "tis_clip_low", "tis_level", "tis_mode")),
+        ("use_rs", ("rs_level", "rs_lower_bound", "rs_upper_bound")),
+    ):
+        for field in fields:
+            if not getattr(section, switch) and getattr(section, field) != getattr(default, field):
+                yield f"{flag(field)} has no effect without {flag(switch)}: give both"
+    if section.tis_clip_low and section.tis_mode == "truncate":
+        yield "--tis-clip-low has no effect with --tis-mode truncate: use clip or mask, or drop it"
+    if section.tis_clip_low > section.tis_clip:
+        yield f"--tis-clip-low {section.tis_clip_low:g} is above --tis-clip {section.tis_clip:g}"
+    if section.rs_lower_bound > section.rs_upper_bound:
+        yield f"--rs-lower-bound {section.rs_lower_bound:g} is above --rs-upper-bound {section.rs_upper_bound:g}"
+    if section.use_rollout_logprobs and (section.use_tis or section.use_rs or section.rs_veto_threshold):
+        yield "--use-rollout-logprobs makes every importance ratio 1: drop --use-tis, --use-rs and --rs-veto-threshold"
