@@ -96,6 +96,9 @@ class Fleet:
         member.actor = actor_class.options(**options).remote(member.spec, member.staging, self.store)
         timeout = self.timeouts.start + 30
         member.url = await call(member.actor.start.remote(), f"{member.spec.replica_id}: start its engine", timeout)
+        if member.spec.activation != "reload":
+            status = await call(member.actor.status.remote(), f"{member.spec.replica_id}: status", _CONTROL_SECONDS)
+            self.say(f"{member.spec.replica_id}: activation {status['activation']}")
 
     # --- supervision ----------------------------------------------------------------------------
 
@@ -185,9 +188,13 @@ class Fleet:
             raise DeadlineExceeded(f"every replica to serve {ref}", timeout, f"replicas: {await ledger.replicas()}")
         return seconds
 
+    async def status(self) -> list[dict[str, Any]]:
+        """What every engine's replica says of itself."""
+        return await self._collect("status")
+
     async def phase_metrics(self) -> dict[str, float]:
         """`replica/*_seconds` of the last activations (the slowest replica's) and `fleet/replicas_ready`."""
-        rows = await self._collect("status")
+        rows = await self.status()
         out = {"fleet/replicas_ready": float(sum(bool(row["ready"]) for row in rows))}
         for phase in ("fetch", "materialize", "stage", "pause"):
             values = [row["timings"][f"{phase}_seconds"] for row in rows if f"{phase}_seconds" in row["timings"]]
@@ -196,7 +203,7 @@ class Fleet:
         return out
 
     async def digests(self) -> list[dict[str, str]]:
-        """What every engine serves, tensor by tensor (embedded engines)."""
+        """What every engine serves, tensor by tensor (managed engines)."""
         return await self._collect("digests")
 
     async def events(self) -> list[Event]:

@@ -83,7 +83,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     on_gpu = trainer.trainer_device == "cuda"
     node = Bundle(
         cpus=ranks * max(trainer.actor_cpus_per_rank, _CPUS_PER_GPU_RANK if on_gpu else 0.0),
-        gpus=float(ranks) if on_gpu else 0.0,
+        gpus=ranks * trainer.actor_gpu_fraction if on_gpu else 0.0,
         custom=_mark(cluster.actor_node_resource),
     )
     trainer_group = GroupPlan(
@@ -97,7 +97,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     nodes = max(1, -(-per_engine // cluster.num_gpus_per_node))
     bundle = Bundle(
         cpus=engines.rollout_cpus_per_engine,
-        gpus=per_engine / nodes,
+        gpus=per_engine / nodes * engines.rollout_gpu_fraction,
         custom=_mark(cluster.rollout_node_resource),
     )
     groups = tuple(

@@ -54,6 +54,8 @@ class EngineConfig(Section):
     """GPUs for managed engines; 0: engines on CPU."""
     rollout_num_gpus_per_engine: PositiveInt = 1
     """GPUs of one managed engine (its tensor parallel size)."""
+    rollout_gpu_fraction: Probability = 1.0
+    """Share of a GPU that a managed engine reserves; below 1 it shares one."""
     num_rollout_engines: PositiveInt | None = None
     """Managed engines on CPU; unset: 1. With GPUs it follows from the two flags above."""
     rollout_cpus_per_engine: PositiveFloat = 1.0

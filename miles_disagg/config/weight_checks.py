@@ -28,6 +28,11 @@ def weights(config: RunConfig) -> Iterator[str]:
         if w.mode == "delta":
             yield "--colocate cannot be combined with --update-weight-mode delta: on one device weights are not sent"
     yield from _deltas(config)
+    if w.activation == "in-place" and (not w.publishes_deltas or topology == "service"):
+        yield (
+            "--activation in-place scatters deltas into engines that this run drives: add "
+            "--update-weight-transfer-mode disk-delta, or drop it"
+        )
     if w.update_weight_disk_keep_files and (w.mode, w.transport) != ("full", "disk"):
         yield "--update-weight-disk-keep-files is for --update-weight-transfer-mode disk-full: drop it"
     store, given = config.engines.version_store, w.update_weight_disk_dir

@@ -28,6 +28,9 @@ class WeightsConfig(Section):
     """Publication root, a directory or S3 prefix that every rollout host sees; unset: RUN_DIR/weights."""
     update_weight_local_checkpoint_dir: str | None = None
     """Rollout-host-local directory for materialized checkpoints; unset: RUN_DIR/replicas."""
+    activation: Literal["auto", "in-place", "reload"] = "auto"
+    """How an engine gets a delta's version: reload the checkpoint, or scatter the changed elements into the live
+    weights; auto: in-place where the engine can, and says so at start."""
     update_weight_disk_keep_files: bool = False
     """Keep full versions on disk after every reader has acknowledged them."""
     update_weight_anchor_interval: PositiveInt | Literal["auto"] | None = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -190,6 +191,12 @@ class Activator:
     def busy(self) -> bool:
         """True while an activation or a broadcast update is in progress."""
         return self._lock.locked()
+
+    @asynccontextmanager
+    async def undisturbed(self) -> AsyncIterator[None]:
+        """The weights stay as they are while this is held: no activation and no broadcast begins."""
+        async with self._lock:
+            yield
 
     # --- broadcast by the trainer -------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from miles_disagg.domain.errors import EngineError, EngineUnavailable, MilesDisaggError, UpdateFailed
+from miles_disagg.domain.errors import EngineError, EngineUnavailable, UpdateFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine.base import Engine
 from miles_disagg.engine.inplace import HOOK
@@ -160,10 +160,19 @@ class InPlaceLoader:
                 if answer["mismatch"]:
                     raise InPlaceUnavailable(f"rank {rank}: {answer['mismatch']} is not where its map says")
             await self.plugin.ask("verify")
-        except UpdateFailed as error:
+        except InPlaceUnavailable:
+            raise
+        except EngineError as error:
             raise InPlaceUnavailable(str(error)) from error
         self._open, self._holds = True, holds
         return described
+
+    async def reopen(self, holds: VersionRef, checkpoint: Path | None) -> None:
+        """`open` for an engine that was started anew; if it cannot be, versions are reloaded until one opens it."""
+        try:
+            await self.open(holds, checkpoint)
+        except InPlaceUnavailable as error:
+            log.warning("in-place activation is off until the next reload: %s", error)
 
     def describe(self) -> dict[str, Any]:
         """For a status page: how many versions were scattered, how many reloaded, and why the last one was."""
@@ -225,8 +234,7 @@ class InPlaceLoader:
             if touched:  # the refused reload changed nothing, but the scatter may have
                 raise EngineError(f"after a failed scatter the checkpoint could not be reloaded: {error}") from error
             raise
-        with contextlib.suppress(MilesDisaggError):
-            await self.open(target.ref, target.path)
+        await self.reopen(target.ref, target.path)
 
 
 def _scratch() -> str | None:

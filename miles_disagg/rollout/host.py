@@ -24,6 +24,7 @@ from miles_disagg.observe.events import Timeline
 from miles_disagg.replica.activation import Activation, ActivationLimits
 from miles_disagg.replica.app import ReplicaServer, serve
 from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
+from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable, Plugin
 from miles_disagg.replica.listen import Listen
 from miles_disagg.replica.proof import ProvenStager, Prover
 from miles_disagg.replica.reconciler import Reconciler
@@ -62,7 +63,8 @@ class HostSpec:
 
     command: how to start the engine's process (None: `engine_url` is an attached engine's). base: version of the
     checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
-    URLs that the replica registers with. verify_interval: between looks at the live weights (None: never). Times in
+    URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
+    verify_interval: between looks at the live weights (None: never). Times in
     seconds.
     """
 
@@ -74,6 +76,8 @@ class HostSpec:
     listen: Listen = field(default_factory=Listen)
     api_key: str | None = None
     mode: PauseMode = "in_place"
+    activation: Literal["auto", "in-place", "reload"] = "reload"
+    checkpoint: Path | None = None
     max_in_flight: int = 4096
     start_timeout: float = 300.0
     limits: ActivationLimits = field(default_factory=ActivationLimits)
@@ -110,6 +114,9 @@ class EngineHost:
         self.restarts = 0
         self.process_up = False
         self.failure: str | None = None
+        self.activation = "reload"
+        self._loader: InPlaceLoader | None = None
+        self._plugin: Plugin | None = None
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL. EngineStartError carries the engine's last lines."""
@@ -117,8 +124,9 @@ class EngineHost:
         url = spec.engine_url or await self._launch()
         engine = SGLangEngine(url, spec.api_key)
         settings = ReplicaSettings(spec.replica_id, spec.mode, spec.max_in_flight, activation=spec.limits)
-        self.replica = Replica(settings, engine)
         try:
+            self._loader = await self._in_place(engine)
+            self.replica = Replica(settings, engine, loader=self._loader)
             served = await self.replica.attach(spec.run_id)
             if served is None and self._make_stager is None:
                 info = await engine.server_info()
@@ -129,6 +137,8 @@ class EngineHost:
             reconciler = None
             if self._make_stager is not None and self._source is not None:
                 self._stager = ProvenStager(self._make_stager())
+                if self._loader is not None and spec.base is not None:  # so that the first version has a patch too
+                    await self._stager.materialize(spec.base)
                 reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink)
             self._server = await _serve(self.replica, reconciler, spec)
             if served is not None and self._sink is not None:
@@ -142,6 +152,26 @@ class EngineHost:
         if spec.command is not None:
             self._watch = asyncio.create_task(self._watch_process(), name=f"watch {spec.replica_id}")
         return self._server.url
+
+    async def _in_place(self, engine: SGLangEngine) -> InPlaceLoader | None:
+        """A loader for in-place activation if it is wanted and works; `activation` then says which is used and why."""
+        spec = self.spec
+        if spec.activation == "reload" or self._make_stager is None or spec.checkpoint is None or spec.base is None:
+            return None
+        loader = InPlaceLoader(engine, spec.checkpoint)
+        try:
+            stamp = (await engine.model_info()).get("weight_version")
+            if stamp != str(spec.base):
+                raise InPlaceUnavailable(f"the engine is at {stamp}, the map is checked at {spec.base}")
+            found = await loader.open(spec.base)
+        except InPlaceUnavailable as error:
+            loader.plugin.close()
+            if spec.activation == "in-place":
+                raise EngineError(f"--activation in-place: {error}; use --activation reload") from error
+            self.activation = f"reload: {error}"
+            return None
+        self.activation = f"in-place: {found['elements']:,} elements in {found['rows']} pieces mapped and checked"
+        return loader
 
     async def _launch(self) -> str:
         """Start the process on a free port (the same one at a restart) and wait until it answers."""
@@ -172,6 +202,9 @@ class EngineHost:
                 try:
                     await self._process.stop()
                     await self._launch()
+                    self._plugin = None
+                    if self._loader is not None and self.spec.base is not None:
+                        await self._loader.reopen(self.spec.base, self.spec.checkpoint)
                     await replica.attach(self.spec.run_id)
                 except MilesDisaggError as error:
                     log.warning("%s: restart failed: %s", self.spec.replica_id, error)
@@ -225,11 +258,26 @@ class EngineHost:
         replica = self._running()
         up = self.process_up or self.spec.command is None
         own = {"process_up": up, "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
+        own["activation"] = self.activation
+        own["loader"] = self._loader.describe() if self._loader is not None else None
         return {**replica.status(), **own}
 
     async def digests(self) -> dict[str, str]:
-        """xxh3-128 of every tensor as the engine serves it (embedded engine)."""
-        return await self._running().engine.weights_digest()
+        """xxh3-128 of every tensor as the engine serves it: asked of the embedded engine, copied out of SGLang."""
+        replica, spec = self._running(), self.spec
+        if spec.checkpoint is None or spec.command is None or spec.command.kind == "embedded":
+            return await replica.engine.weights_digest()
+        async with replica.activator.undisturbed():
+            if self._loader is not None:
+                return await self._loader.plugin.digests(spec.checkpoint)
+            if self._plugin is None:
+                self._plugin = Plugin(replica.engine)
+                await replica.engine.pause("in_place")  # else it waits for every running request
+                try:
+                    await self._plugin.open(spec.checkpoint)
+                finally:
+                    await replica.engine.resume()
+            return await self._plugin.digests(spec.checkpoint)
 
     def _running(self) -> Replica:
         if self.replica is None:
@@ -247,6 +295,9 @@ class EngineHost:
                     await task
         if self._server is not None:
             await self._server.stop(drain_seconds)
+        for plugin in (self._plugin, self._loader and self._loader.plugin):
+            if plugin is not None:
+                plugin.close()
         if self.replica is not None:
             await self.replica.close()
             await self.replica.engine.close()
