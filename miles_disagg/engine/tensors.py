@@ -19,6 +19,8 @@ import torch
 from miles_disagg.domain.errors import InvalidRequest
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+INDICES = "indices"
+"""`load_format` of ours, as `indices:<version>`: a flattened bucket of changed positions and values on that version."""
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,

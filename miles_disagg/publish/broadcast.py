@@ -24,8 +24,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, PublicationFailed
-from miles_disagg.engine.tensors import dtype_name, unflatten
+from miles_disagg.engine.tensors import INDICES, dtype_name, unflatten
 from miles_disagg.publish.base import BucketTarget, GroupSpec, UpdateTarget
+from miles_disagg.publish.changes import Metas, changed_bucket
+from miles_disagg.weights.digest import new_hasher
+
+MOVED = "weights/moved"
+"""Among a send's metrics: elements that changed since the version before, or, sent in full, 1 if any bit did."""
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
 _GRACE_SECONDS = 5.0  # the store's own deadline passes first, and says how many ranks came
@@ -36,13 +41,14 @@ class _Staged:
     """One bucket in host memory: tensors' bytes one after another, uint8 [n], and what they are."""
 
     flat: torch.Tensor
-    metas: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+    metas: Metas
 
 
 class BroadcastSource:
     """One source rank's half of a broadcast. States: idle -> staging -> sending -> idle.
 
-    Holds one copy of this rank's share of the weights in host memory, reused (pinned if they come from CUDA).
+    Holds one copy of this rank's share of the weights in host memory, reused (pinned if they come from CUDA); with
+    `delta` two, and sends what changed between them, except for the first version, which goes whole.
     address: where engines reach this process. backend: `gloo`, or `nccl`, which needs NCCL_CUMEM_ENABLE=0 in this
     process's environment as SGLang sets it in its own (the first transfer fails or hangs without). timeout: seconds for
     the ranks to meet and for each bucket. flattened: one transfer a bucket instead of one a tensor.
@@ -55,6 +61,7 @@ class BroadcastSource:
         backend: str,
         timeout: float,
         flattened: bool = True,
+        delta: bool = False,
         device: torch.device | None = None,
     ):
         if backend not in ("gloo", "nccl"):
@@ -63,6 +70,10 @@ class BroadcastSource:
             raise ConfigError(["broadcast over nccl needs NCCL_CUMEM_ENABLE=0 in the trainer's environment"])
         self._address, self._backend, self._timeout, self._flattened = address, backend, timeout, flattened
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
+        self._delta = delta
+        self._version = ""  # of what is staged, once it was sent
+        self._published, self._published_version = list[_Staged](), ""
+        self._digest = ("", "", 0)  # of what was last sent whole: version, digest, MOVED
         self._staged: list[_Staged] = []
         self._spare: list[_Staged] = []
         self._idle = threading.Event()
@@ -75,7 +86,11 @@ class BroadcastSource:
         if not self._idle.wait(timeout):
             raise DeadlineExceeded("the previous weight broadcast", timeout, "it has neither ended nor failed")
         self._idle.clear()
-        self._spare, self._staged, self._export_seconds = self._staged, [], 0.0
+        if self._delta and self._version:
+            self._spare, self._published, self._published_version = self._published, self._staged, self._version
+        else:
+            self._spare = self._staged
+        self._staged, self._version, self._export_seconds = [], "", 0.0
         return time.monotonic() - started
 
     def stage(self, bucket: Bucket) -> None:
@@ -99,18 +114,21 @@ class BroadcastSource:
         self._staged.append(_Staged(flat, metas))
         self._export_seconds += time.monotonic() - started
 
-    async def send(self, version: str, targets: Sequence[BucketTarget]) -> Mapping[str, float]:
+    async def send(self, version: str, targets: Sequence[BucketTarget], *, whole: bool = False) -> Mapping[str, float]:
         """Meet the targets' ranks in a fresh group and send every staged bucket; `perf/update_weights_*` metrics.
 
-        The targets are between `begin_update` and `finish_update`. Raises DeadlineExceeded if they do not meet, or
-        stop receiving, in time, and what a target raised. The group is gone afterwards in any case.
+        The targets are between `begin_update` and `finish_update`. whole: send complete tensors, to an engine that may
+        not hold the version before. Raises DeadlineExceeded if they do not meet, or stop receiving, in time, and what a
+        target raised. The group is gone afterwards in any case.
         """
         started = time.monotonic()
         try:
+            buckets, form, moved = await asyncio.to_thread(self._buckets, version, whole)
             name, group = await self._meet(targets)
+            self._version = version
             try:
-                for staged in self._staged:
-                    await self._send_bucket(staged, name, group, version, targets)
+                for staged in buckets:
+                    await self._send_bucket(staged, name, group, version, targets, form)
             finally:
                 await self._leave(name, group, targets)
         finally:
@@ -118,7 +136,8 @@ class BroadcastSource:
         return {
             "perf/update_weights_export_seconds": self._export_seconds,
             "perf/update_weights_write_seconds": time.monotonic() - started,
-            "perf/update_weights_wire_bytes": float(sum(s.flat.numel() for s in self._staged)),
+            "perf/update_weights_wire_bytes": float(sum(s.flat.numel() for s in buckets)),
+            MOVED: float(moved),
         }
 
     def discard(self) -> None:
@@ -150,21 +169,43 @@ class BroadcastSource:
             raise
         return name, group
 
+    def _buckets(self, version: str, whole: bool) -> tuple[list[_Staged], str | None, int]:
+        """What to send, in which load format, and MOVED."""
+        plain = "flattened_bucket" if self._flattened else None
+        old = self._published
+        if self._delta and not whole and [s.metas for s in old] == [s.metas for s in self._staged] and old:
+            changed = [changed_bucket(a.flat, b.flat, b.metas) for a, b in zip(old, self._staged, strict=True)]
+            sent = [_Staged(flat, metas) for flat, metas, count in changed if count] or [_Staged(*changed[0][:2])]
+            return sent, f"{INDICES}:{self._published_version}", sum(count for *_, count in changed)
+        hasher = new_hasher()
+        for staged in self._staged:
+            hasher.update(staged.flat.numpy())
+        if self._digest[0] != version:
+            self._digest = (version, hasher.hexdigest(), int(hasher.hexdigest() != self._digest[1]))
+        return self._staged, plain, self._digest[2]
+
     async def _send_bucket(
-        self, staged: _Staged, name: str, group: Any, version: str, targets: Sequence[BucketTarget]
+        self,
+        staged: _Staged,
+        name: str,
+        group: Any,
+        version: str,
+        targets: Sequence[BucketTarget],
+        load_format: str | None,
     ) -> None:
         names = [n for n, _, _ in staged.metas]
         dtypes = [dtype_name(d) for _, d, _ in staged.metas]
         shapes = [list(s) for _, _, s in staged.metas]
-        load_format = "flattened_bucket" if self._flattened else None
         receiving = [_task(t.receive_bucket(names, dtypes, shapes, name, version, load_format)) for t in targets]
         what = f"{len(targets)} engines to receive {len(names)} tensors from {names[0]!r} on"
         deadline = time.monotonic() + self._timeout
-        await _first_error(asyncio.to_thread(self._broadcast, staged, group), receiving, deadline, what)
+        await _first_error(
+            asyncio.to_thread(self._broadcast, staged, group, load_format is not None), receiving, deadline, what
+        )
 
-    def _broadcast(self, staged: _Staged, group: Any) -> None:
+    def _broadcast(self, staged: _Staged, group: Any, flattened: bool) -> None:
         flat = staged.flat.to(self._device)
-        tensors = [flat] if self._flattened else [t for _, t in unflatten(flat, staged.metas)]
+        tensors = [flat] if flattened else [t for _, t in unflatten(flat, staged.metas)]
         options = dist.BroadcastOptions()
         options.rootRank = 0
         # The group's own method: dist.broadcast would look for this process's rank in the trainer's default group.

@@ -13,7 +13,8 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,9 @@ import torch
 
 from miles_disagg.domain.errors import CheckpointError, DeadlineExceeded, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
+from miles_disagg.publish.device import DeviceSnapshot
 from miles_disagg.store.base import ObjectStore
+from miles_disagg.store.lineage import SHORTCUTS, Kind, version_key
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.weights.checkpoint import Checkpoint, open_checkpoint
 from miles_disagg.weights.delta import ShardPlan, ShardSummary, ShardWriter, plan_shards
@@ -50,7 +53,7 @@ class DiskSource:
 
     snapshot: checkpoint directory with the bytes of the version published last (the base checkpoint at the start, a
     materialized version after a resume); later snapshots are what was staged, so two copies of this rank's share of
-    the weights are held in host memory (pinned for CUDA tensors).
+    the weights are held in host memory (pinned for CUDA tensors), or on `device`, which then also compares them.
     companions: files to put beside a full version (config, tokenizer), source rank 0 only. post_write: called with the
     version after its files are written, for mounts that need a push. workers: encoding threads (None: cores).
     """
@@ -63,11 +66,13 @@ class DiskSource:
         checksum_format: str = DEFAULT_CHECKSUM,
         companions: Sequence[Path] = (),
         post_write: Callable[[VersionRef], None] | None = None,
+        device: torch.device | None = None,
         workers: int | None = None,
     ):
         self._objects, self._checksum_format = objects, checksum_format
         self._companions, self._post_write, self._workers = tuple(companions), post_write, workers
         self._base: Checkpoint = open_checkpoint(snapshot)
+        self._device = DeviceSnapshot(self._base, device) if device is not None else None
         self._snapshot: dict[str, _Staged] = {}
         self._staged: dict[str, _Staged] = {}
         self._spare: dict[str, _Staged] = {}
@@ -76,6 +81,7 @@ class DiskSource:
         self._writer: ShardWriter | None = None
         self._scratch: Path | None = None
         self._ref: VersionRef | None = None
+        self._kind: Kind = "version"
         self._full = False
         self._summary = ShardSummary()
         self._metrics: dict[str, float] = {}
@@ -100,42 +106,54 @@ class DiskSource:
         devices = set()
         for name, tensor in bucket:
             tensor = tensor.detach()
-            staged = self._buffer(name, tensor)
-            staged.host.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            self._staged[name] = staged
+            dtype, shape = self._check(name, tensor)
+            if self._device is not None:
+                self._staged[name] = _Staged(dtype, shape, self._device.stage(name, tensor))
+            else:
+                self._staged[name] = staged = self._buffer(name, dtype, shape, tensor)
+                staged.host.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         self._metrics["perf/update_weights_export_seconds"] += time.monotonic() - started
 
-    def encode(self, ref: VersionRef, encoding: str | None) -> ShardSummary:
+    def encode(self, ref: VersionRef, encoding: str | None, kind: Kind = "version") -> ShardSummary:
         """Diff, encode and digest what was staged; encoding: of the delta, None for a full version.
 
+        kind: what `write` will write; a folded delta is against `snapshot`. A shortcut comes after its version.
         NonFiniteWeights names a tensor with NaN or Inf.
         """
         started = time.monotonic()
-        self._ref, self._full = ref, encoding is None
+        self._drop_writer()
+        self._ref, self._kind, self._full = ref, kind, encoding is None
         self._scratch = self._objects.scratch / f"publish-{uuid.uuid4().hex}"
         self._writer = ShardWriter(self._scratch, encoding, self._checksum_format, self._workers)
+        encoder = None
+        if self._device is not None and kind == "version" and encoding is not None:
+            encoder = partial(self._device.encode, encoding)
+        elif self._device is not None:
+            self._device.fetch()
         for name, staged in self._staged.items():
-            old = None if self._full else self._published_bytes(name)
-            self._writer.add(name, staged.dtype, staged.shape, staged.bytes, old)
+            old = None if self._full else self._old_bytes(name, kind)
+            own = partial(encoder, name, staged.dtype) if encoder is not None else None
+            self._writer.add(name, staged.dtype, staged.shape, staged.bytes, old, own)
         self._summary = self._writer.summary()
-        self._metrics["perf/update_weights_encode_seconds"] = time.monotonic() - started
+        if kind == "version":
+            self._metrics["perf/update_weights_encode_seconds"] = time.monotonic() - started
         return self._summary
 
     def write(self, plan: ShardPlan) -> Receipt:
         """Write this rank's shard to the store; the receipt that the commit verifies."""
         if self._writer is None or self._ref is None:
             raise PublicationFailed("write() without encode()")
-        started, summary = time.monotonic(), self._summary
+        started, summary, prefix = time.monotonic(), self._summary, version_key(self._ref, self._kind)
         written = self._writer.finish(plan)
         if written is not None and self._scratch is not None:
-            self._objects.put(f"{self._ref}/{written.file}", self._scratch / written.file, consume=True)
+            self._objects.put(f"{prefix}/{written.file}", self._scratch / written.file, consume=True)
         if self._full:
             for path in self._companions:
-                self._objects.put(f"{self._ref}/{path.name}", path)
+                self._objects.put(f"{prefix}/{path.name}", path)
         if self._post_write is not None:
             self._post_write(self._ref)
         metrics = {
@@ -158,18 +176,25 @@ class DiskSource:
 
     def settle(self, published: bool) -> None:
         """End the publication: what was staged is now the snapshot if it was published, else it is forgotten."""
+        self._drop_writer()
+        if self._device is not None:
+            self._device.settle(published)
+        elif published:
+            self._spare, self._snapshot = self._snapshot, self._staged
+        else:
+            self._spare = self._staged
+        self._staged = {}
+        self._idle.set()
+
+    def _drop_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-        if published:
-            self._spare, self._snapshot = self._snapshot, self._staged
-        else:
-            self._spare = self._staged
-        self._writer, self._scratch, self._staged = None, None, {}
-        self._idle.set()
+        self._writer, self._scratch = None, None
 
-    def _buffer(self, name: str, tensor: torch.Tensor) -> _Staged:
+    def _check(self, name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+        """(dtype, shape) of an exported tensor, which must be what the base checkpoint has."""
         if name in self._staged:
             raise CheckpointError("the export gives this tensor twice", tensor=name)
         dtype, shape = OF_TORCH[str(tensor.dtype)], tuple(tensor.shape)
@@ -179,18 +204,21 @@ class DiskSource:
             raise CheckpointError(
                 f"the export has {dtype} {list(shape)}, the base checkpoint {self._base.path} has {there}", tensor=name
             )
-        spare = self._spare.pop(name, None)
-        return spare or _Staged(dtype, shape, torch.empty(known.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda))
+        return dtype, shape
 
-    def _published_bytes(self, name: str) -> np.ndarray:
-        snapshot = self._snapshot.get(name)
+    def _buffer(self, name: str, dtype: str, shape: tuple[int, ...], tensor: torch.Tensor) -> _Staged:
+        spare = self._spare.pop(name, None)
+        return spare or _Staged(dtype, shape, torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda))
+
+    def _old_bytes(self, name: str, kind: Kind) -> np.ndarray:
+        snapshot = self._snapshot.get(name) if kind == "version" else None
         return snapshot.bytes if snapshot is not None else self._base.bytes(name)
 
 
 class SourceHandle(Protocol):
     """A `DiskSource` somewhere else: in this process behind a thread, or in a Ray actor."""
 
-    def encode(self, ref: VersionRef, encoding: str | None) -> Awaitable[ShardSummary]: ...
+    def encode(self, ref: VersionRef, encoding: str | None, kind: Kind = "version") -> Awaitable[ShardSummary]: ...
 
     def write(self, plan: ShardPlan) -> Awaitable[Receipt]: ...
 
@@ -204,6 +232,10 @@ class Committer(Protocol):
 
     def commit(self, ref: VersionRef, description: Description, receipts: Sequence[Receipt]) -> Awaitable[None]: ...
 
+    def commit_shortcut(
+        self, ref: VersionRef, kind: Kind, description: Description, receipts: Sequence[Receipt]
+    ) -> Awaitable[None]: ...
+
     def abort(self, ref: VersionRef) -> Awaitable[None]: ...
 
 
@@ -214,8 +246,9 @@ class Published:
     ref: VersionRef
     receipts: tuple[Receipt, ...]
     metrics: Mapping[str, float]
-
     full: bool = False
+    total_bytes: int = 0
+    """Raw bytes of the complete weights."""
 
     @property
     def changed_elements(self) -> int | None:
@@ -234,11 +267,16 @@ async def publish_version(
     sources: Sequence[SourceHandle],
     encoding_of: Callable[[VersionRef], str | None],
     checksum_format: str = DEFAULT_CHECKSUM,
+    *,
+    shortcuts_after: Callable[[Published], Awaitable[bool]] | None = None,
+    start_version: int = 0,
 ) -> Published:
     """Encode on every source, number the shards, write, commit, settle. Every source must have been staged.
 
-    encoding_of: delta encoding of a version, None to publish it in full (mode full, or an anchor). On any error
-    nothing moves, the sources forget what was staged, and the error is raised.
+    encoding_of: delta encoding of a version, None to publish it in full. On any error nothing moves, the sources
+    forget what was staged, and the error is raised. shortcuts_after: asked after a delta was published whether it also
+    gets an anchor and a folded delta on `start_version`, the version of the sources' `snapshot`; the pointer has moved
+    by then, and an error there is a PublicationFailed that says so.
     """
     ref: VersionRef | None = None
     try:
@@ -255,9 +293,46 @@ async def publish_version(
         if ref is not None:
             await committer.abort(ref)
         raise
-    await _all(source.settle(True) for source in sources)
     metrics = {**combine(receipts), "perf/update_weights_commit_seconds": committed}
-    return Published(ref, tuple(receipts), metrics, encoding is None)
+    total = sum(summary.total_bytes for summary in summaries)
+    published = Published(ref, tuple(receipts), metrics, encoding is None, total)
+    try:
+        if encoding is not None and shortcuts_after is not None and await shortcuts_after(published):
+            more = await _publish_shortcuts(committer, sources, published, encoding, checksum_format, start_version)
+            published = replace(published, metrics={**metrics, **more})
+    except Exception as error:
+        raise PublicationFailed(f"{ref} is published; its shortcuts for late readers are not: {error}") from error
+    finally:
+        await _all(source.settle(True) for source in sources)
+    return published
+
+
+async def _publish_shortcuts(
+    committer: Committer,
+    sources: Sequence[SourceHandle],
+    published: Published,
+    encoding: str,
+    checksum_format: str,
+    start_version: int,
+) -> dict[str, float]:
+    """The folded delta if it is smaller than the weights and longer than one version, then the anchor."""
+    started, ref, written = time.monotonic(), published.ref, 0
+    for kind in SHORTCUTS:
+        form = encoding if kind == "folded" else None
+        if kind == "folded" and ref.version - start_version < 2:
+            continue
+        summaries = await _all(source.encode(ref, form, kind) for source in sources)
+        if kind == "folded" and sum(s.frame_bytes for s in summaries) >= published.total_bytes:
+            continue
+        plans = plan_shards(summaries)
+        receipts = await _all(source.write(plan) for source, plan in zip(sources, plans, strict=True))
+        description = Description(form, start_version, checksum_format)
+        await committer.commit_shortcut(ref, kind, description, receipts)
+        written += sum(receipt.nbytes for receipt in receipts)
+    return {
+        "perf/update_weights_anchor_bytes": float(written),
+        "perf/update_weights_anchor_seconds": time.monotonic() - started,
+    }
 
 
 def combine(receipts: Sequence[Receipt]) -> dict[str, float]:

@@ -16,9 +16,10 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,11 +28,13 @@ import numpy as np
 from miles_disagg.domain.errors import CheckpointError, NonFiniteWeights, PublicationFailed
 from miles_disagg.weights.checkpoint import INDEX_FILE, Checkpoint, parse_index, read_headers, read_index, write_index
 from miles_disagg.weights.codecs import DELTA_ENCODINGS, Codec, EncodeStats, apply_frame, get_codec
-from miles_disagg.weights.digest import CHECKSUM_FORMATS, DEFAULT_CHECKSUM, new_hasher
+from miles_disagg.weights.codecs.base import Sink
+from miles_disagg.weights.digest import CHECKSUM_FORMATS, DEFAULT_CHECKSUM, Hasher, new_hasher
 from miles_disagg.weights.dtypes import count_non_finite, element_size, tensor_nbytes, unsigned
 from miles_disagg.weights.safetensors_file import ShardSpool, WrittenFile
 
 COMPRESSION_FORMAT = "zstd"
+Encoder = Callable[[Sink, Hasher], EncodeStats]
 _IN_MEMORY_BYTES = 64 << 20  # a frame larger than this waits for its turn on disk
 
 
@@ -221,12 +224,20 @@ class ShardWriter:
         self._changed = self._elements = self._bytes = self._frames = 0
 
     def add(
-        self, name: str, dtype: str, shape: tuple[int, ...], new: np.ndarray, old: np.ndarray | None = None
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        new: np.ndarray,
+        old: np.ndarray | None = None,
+        encode: Encoder | None = None,
     ) -> Future[None]:
         """Encode one tensor in the background; blocks while `2 * workers` are under way.
 
         new, old: raw bytes, contiguous uint8 [n] (`old`: state of the base version; only for deltas). Both must stay
-        as they are until the returned future is done. An unchanged tensor is left out of a delta. Errors (also
+        as they are until the returned future is done. encode: writes the same frame another way, say on a device, and
+        feeds the target's bytes to the hasher; `new` and `old` then only give the size. An unchanged tensor is left out
+        of a delta. Errors (also
         NonFiniteWeights for a changed element that is NaN or Inf) come out of the future and of `summary`.
         """
         if new.nbytes != tensor_nbytes(dtype, shape):
@@ -234,7 +245,7 @@ class ShardWriter:
         if (old is None) != (self._codec is None):
             raise CheckpointError("a delta needs the base bytes, a full version takes none", tensor=name)
         self._slots.acquire()
-        future = self._pool.submit(self._encode, name, dtype, shape, new, old)
+        future = self._pool.submit(self._encode, name, dtype, shape, new, old, encode)
         future.add_done_callback(lambda _: self._slots.release())
         self._futures.append(future)
         return future
@@ -277,7 +288,15 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encode(self, name: str, dtype: str, shape: tuple[int, ...], new: np.ndarray, old: np.ndarray | None) -> None:
+    def _encode(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        new: np.ndarray,
+        old: np.ndarray | None,
+        encode: Encoder | None,
+    ) -> None:
         hasher = new_hasher(self._checksum_format)
         with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(self._directory)) as frame:
             if self._codec is None or old is None:
@@ -287,7 +306,8 @@ class ShardWriter:
                 hasher.update(new)
                 frame.write(new.data)
             else:
-                stats = self._codec.encode(old, new, dtype, frame.write, hasher)
+                encode = encode or partial(self._codec.encode, old, new, dtype)
+                stats = encode(frame.write, hasher)
             if stats.non_finite:
                 raise NonFiniteWeights(name, stats.non_finite)
             with self._lock:

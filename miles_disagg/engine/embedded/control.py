@@ -18,7 +18,7 @@ from miles_disagg.engine.base import PAUSE_MODES
 from miles_disagg.engine.embedded.scheduler import Scheduler
 from miles_disagg.engine.embedded.weights import Staged, UpdateGroups, stage_from_disk, stage_from_pickle
 from miles_disagg.engine.inplace import HOOK, miles_inplace
-from miles_disagg.engine.tensors import deserialize
+from miles_disagg.engine.tensors import INDICES, deserialize
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,8 @@ class Control:
                     self.weights,
                 )
 
-        return await self._update(body, stage)
+        form, _, on = str(body.get("load_format") or "").partition(":")
+        return await self._update(body, stage, on=on if form == INDICES else None)
 
     async def _update(
         self,
@@ -236,8 +237,12 @@ class Control:
         stage: Callable[[], Any],
         applied: Callable[[], None] | None = None,
         extra: Mapping[str, Any] | None = None,
+        on: str | None = None,
     ) -> web.Response:
-        """Stage while serving, then copy and stamp between two steps. A refused update changes nothing."""
+        """Stage while serving, then copy and stamp between two steps. A refused update changes nothing.
+
+        on: the version that changed elements are against; another one is refused (its own later buckets are not).
+        """
         version = body.get("weight_version")
         if version is not None and not isinstance(version, str):
             raise InvalidRequest(f"weight_version must be a string, got {version!r}")
@@ -248,6 +253,8 @@ class Control:
             staged = await stage()
 
             def apply() -> None:
+                if on is not None and self.scheduler.version not in (on, version):
+                    raise UpdateFailed(f"changes on {on}, but {self.scheduler.version} is served", status=400)
                 self.weights.apply(staged)
                 if version is not None:
                     self.scheduler.version = version

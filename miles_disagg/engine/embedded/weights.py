@@ -7,6 +7,7 @@ So a refused update changes nothing. Where the tensors come from (disk, process 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from miles_disagg.domain.errors import CheckpointError, InvalidRequest, UpdateFailed
 from miles_disagg.engine import process_group
 from miles_disagg.engine.tensors import (
+    INDICES,
     deserialize,
     from_safetensors,
     nbytes,
@@ -25,8 +27,19 @@ from miles_disagg.engine.tensors import (
 )
 from miles_disagg.weights.checkpoint import open_checkpoint
 from miles_disagg.weights.digest import digest
+from miles_disagg.weights.indices import POSITIONS, VALUES
 
-Staged = dict[str, torch.Tensor]
+
+@dataclass(frozen=True)
+class Changes:
+    """Elements of one tensor to overwrite: positions (int64 [n]) in its flat form, values [n]."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+Tensors = dict[str, torch.Tensor]
+Staged = Mapping[str, "torch.Tensor | Changes"]
 
 
 class ServedWeights:
@@ -42,12 +55,12 @@ class ServedWeights:
             if name not in self.live
         }
 
-    def check(self, staged: Mapping[str, torch.Tensor], *, complete: bool) -> Staged:
+    def check(self, staged: Mapping[str, torch.Tensor], *, complete: bool) -> Tensors:
         """The tensors to copy, by live name. UpdateFailed naming the tensor unless every one fits; touches nothing.
 
         complete: every live tensor must be there, as in a checkpoint.
         """
-        out: Staged = {}
+        out: Tensors = {}
         for name, tensor in staged.items():
             target = self.tied.get(name, name)
             if target not in self.live:
@@ -65,10 +78,34 @@ class ServedWeights:
         return out
 
     @torch.no_grad()
-    def apply(self, checked: Mapping[str, torch.Tensor]) -> None:
-        """Copy what `check` returned into the live tensors, converting dtype where it differs."""
+    def apply(self, checked: Staged) -> None:
+        """Copy what `check` returned into the live tensors, converting dtype where it differs; scatter changes."""
         for name, tensor in checked.items():
-            self.live[name].copy_(tensor)
+            if isinstance(tensor, Changes):
+                self.live[name].view(-1)[tensor.positions] = tensor.values.to(self.live[name].dtype)
+            else:
+                self.live[name].copy_(tensor)
+
+    def check_changes(self, received: Mapping[str, torch.Tensor]) -> Staged:
+        """As `check`, for a bucket of changed elements; UpdateFailed for positions that are not the tensor's."""
+        out: dict[str, torch.Tensor | Changes] = {}
+        whole = self.check({n: t for n, t in received.items() if not n.endswith((POSITIONS, VALUES))}, complete=False)
+        out.update(whole)
+        for name in [n.removesuffix(POSITIONS) for n in received if n.endswith(POSITIONS)]:
+            positions, values = received[name + POSITIONS].long(), received.get(name + VALUES)
+            live = self.get(name)
+            if live is None:
+                raise UpdateFailed(f"tensor {name!r} is not part of the served model", status=400)
+            if (
+                values is None
+                or values.shape != positions.shape
+                or values.is_floating_point() != live.is_floating_point()
+            ):
+                raise UpdateFailed(f"tensor {name!r}: its values do not fit its positions", status=400)
+            if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < live.numel():
+                raise UpdateFailed(f"tensor {name!r}: a position is outside its {live.numel()} elements", status=400)
+            out[self.tied.get(name, name)] = Changes(positions, values)
+        return out
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors by HF name, one at a time, as SGLang's models do: what `engine.inplace` watches."""
@@ -96,7 +133,7 @@ class ServedWeights:
 # --- where staged tensors come from -----------------------------------------------------------------
 
 
-def read_checkpoint(path: str | Path) -> Staged:
+def read_checkpoint(path: str | Path) -> Tensors:
     """All tensors of a checkpoint directory, memory-mapped. CheckpointError names file and tensor."""
     checkpoint = open_checkpoint(path)
     return {
@@ -181,12 +218,13 @@ class UpdateGroups:
             )
         if not len(names) == len(dtypes) == len(shapes):
             raise UpdateFailed("names, dtypes and shapes differ in length", status=400)
-        if load_format not in (None, "flattened_bucket"):
+        delta = (load_format or "").startswith(f"{INDICES}:")
+        if load_format not in (None, "flattened_bucket") and not delta:
             raise UpdateFailed(f"load_format {load_format!r} is not known to the embedded engine", status=400)
         group = self._groups[name]
         metas = [(n, parse_dtype(d), tuple(s)) for n, d, s in zip(names, dtypes, shapes, strict=True)]
         try:
-            if load_format == "flattened_bucket":
+            if load_format is not None:
                 flat = torch.empty(sum(nbytes(d, s) for _, d, s in metas), dtype=torch.uint8, device=self.device)
                 dist.broadcast(flat, src=0, group=group)
                 named = unflatten(flat, metas)
@@ -199,11 +237,11 @@ class UpdateGroups:
                 torch.cuda.synchronize(self.device)
         except RuntimeError as e:
             raise UpdateFailed(f"broadcast in group {name!r} failed: {e}", status=400) from None
-        return weights.check(_unique(named), complete=False)
+        return weights.check_changes(_unique(named)) if delta else weights.check(_unique(named), complete=False)
 
 
-def _unique(named: Sequence[tuple[str, torch.Tensor]]) -> Staged:
-    out: Staged = {}
+def _unique(named: Sequence[tuple[str, torch.Tensor]]) -> Tensors:
+    out: Tensors = {}
     for name, tensor in named:
         if name in out:
             raise UpdateFailed(f"tensor {name!r} is in the update twice", status=400)
