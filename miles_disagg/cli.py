@@ -61,12 +61,14 @@ COMMANDS = {
     "engine": "run one embedded engine by itself",
     "gateway": "run the rollout endpoint of a fleet by itself",
     "replica": "put a running SGLang-compatible server into a rollout fleet",
+    "serve": "run a rollout service on Ray: gateways and a fleet that scales (`serve --dry-run` only checks)",
     "store": "look into a version store, verify and export versions",
 }
 MODULES = {
     "engine": "miles_disagg.engine.embedded.__main__",
     "gateway": "miles_disagg.gateway.command",
     "replica": "miles_disagg.rollout.command",
+    "serve": "miles_disagg.cluster.service",
     "store": "miles_disagg.store.inspect",
 }
 """Modules whose `main(argv)` is a command; imported when it is called."""

@@ -1,5 +1,6 @@
-"""Bearer tokens in files: never on a command line, where every user of the machine sees them."""
+"""Bearer tokens in files, never on a command line where every user of the machine sees them; who needs one."""
 
+import ipaddress
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +31,17 @@ def read_token(path: str | None, flag: str = "--auth-token-file") -> str | None:
     if problems:
         raise ConfigError(problems)
     return Path(path).expanduser().read_text(encoding="ascii").strip()
+
+
+def exposure_problems(flag: str, host: str, token_file: str | None) -> Iterator[str]:
+    """Listening beyond this machine without a token."""
+    if not token_file and not is_loopback(host):
+        yield f"{flag} {host} is reachable from other machines: give --auth-token-file PATH too"
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

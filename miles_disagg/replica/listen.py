@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import signal
 import ssl
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_disagg.config.machine import port_problem
-from miles_disagg.config.secrets import read_token, token_problems
+from miles_disagg.config.secrets import exposure_problems, read_token, token_problems
 from miles_disagg.domain.errors import ConfigError
 
 
@@ -68,23 +67,9 @@ def listen_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--host {args.host} --port {args.port}: {problem}"
     if args.auth_token_file:
         yield from token_problems("--auth-token-file", args.auth_token_file)
-    yield from exposure_problems(args.host, args.auth_token_file)
+    yield from exposure_problems("--host", args.host, args.auth_token_file)
     if bool(args.tls_cert) != bool(args.tls_key):
         yield "--tls-cert and --tls-key go together: give both"
-
-
-def exposure_problems(host: str, token_file: str | None) -> Iterator[str]:
-    """Listening beyond this machine without a token."""
-    if not token_file and not is_loopback(host):
-        yield f"--host {host} is reachable from other machines: give --auth-token-file PATH too"
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address of this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listen_from(args: argparse.Namespace) -> Listen:
