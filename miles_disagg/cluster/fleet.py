@@ -202,6 +202,10 @@ class Fleet:
                 out[f"replica/{phase}_seconds"] = max(values)
         return out
 
+    async def statuses(self) -> list[dict[str, Any]]:
+        """What every engine's host says of itself."""
+        return await self._collect("status")
+
     async def digests(self) -> list[dict[str, str]]:
         """What every engine serves, tensor by tensor (managed engines)."""
         return await self._collect("digests")

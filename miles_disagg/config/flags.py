@@ -52,7 +52,7 @@ def parse_run(argv: Sequence[str], prog: str = "miles-disagg train") -> RunConfi
 
     Raises ConfigError for problems in a YAML file, all of them at once.
     """
-    argv, files = _take_config_files(list(argv))
+    argv, files = take_config_files(list(argv))
     argv, passed = _take_sglang(argv)
     config = _parse(argv, load_files(files), prog)
     continued = _continued(config)
@@ -102,7 +102,7 @@ def load_files(paths: Sequence[str]) -> RunConfig:
     problems: list[str] = []
     for path in paths:
         try:
-            read = _flatten(_read_yaml(path), path)
+            read = _flatten(read_yaml(path), path)
         except ConfigError as error:
             problems.extend(error.problems)
             continue
@@ -158,7 +158,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: str) -> Mapping[str, Any]:
+def read_yaml(path: str) -> Mapping[str, Any]:
+    """A YAML mapping; ConfigError names the file."""
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
@@ -229,7 +230,8 @@ def _server_values(value: Any) -> Any:
     return tuple(str(item) for item in value) if isinstance(value, list) else (str(value),)
 
 
-def _take_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
+def take_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split `--config FILE` off a command line: the rest, and the files in order."""
     rest: list[str] = []
     files: list[str] = []
     words = iter(argv)
