@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.publish.disk import DiskSource, publish_version
+from miles_disagg.publish.disk import DiskSource, Published, publish_version
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.store.base import open_store
 from miles_disagg.store.ledger import VersionLedger
@@ -106,8 +106,16 @@ class World:
         source = DiskSource(store.objects, self.materialize("trainer"), workers=1)
         source.open(1)
         source.stage(list(self.tensors(latest.version + 1).items()))
+
+        async def shortcuts(published: Published) -> bool:
+            return published.ref.version % 3 == 0
+
         await publish_version(
-            ledger, [_InThread(source)], lambda r: ENCODINGS[(self.seed + r.version) % len(ENCODINGS)]
+            ledger,
+            [_InThread(source)],
+            lambda r: ENCODINGS[(self.seed + r.version) % len(ENCODINGS)],
+            shortcuts_after=shortcuts,
+            start_version=latest.version,
         )
 
     def collect(self) -> None:
@@ -121,8 +129,8 @@ class _InThread:
     def __init__(self, source: DiskSource):
         self.source = source
 
-    async def encode(self, ref, encoding):
-        return self.source.encode(ref, encoding)
+    async def encode(self, ref, encoding, kind="version"):
+        return self.source.encode(ref, encoding, kind)
 
     async def write(self, plan):
         return self.source.write(plan)

@@ -13,6 +13,7 @@ from miles_disagg.domain.versions import VersionRef
 from miles_disagg.publish.disk import DiskSource, Published, publish_version
 from miles_disagg.store.base import ObjectStore
 from miles_disagg.store.ledger import VersionLedger
+from miles_disagg.store.lineage import Kind
 from miles_disagg.store.publication import Receipt
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.weights.checkpoint import checkpoint_digest, open_checkpoint, write_checkpoint
@@ -79,8 +80,8 @@ class LocalSource:
     def __init__(self, source: DiskSource):
         self.source = source
 
-    async def encode(self, ref: VersionRef, encoding: str | None) -> ShardSummary:
-        return await asyncio.to_thread(self.source.encode, ref, encoding)
+    async def encode(self, ref: VersionRef, encoding: str | None, kind: Kind = "version") -> ShardSummary:
+        return await asyncio.to_thread(self.source.encode, ref, encoding, kind)
 
     async def write(self, plan: ShardPlan) -> Receipt:
         return await asyncio.to_thread(self.source.write, plan)
