@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, Publicatio
 from miles_disagg.engine.launch import EngineProcess, embedded, free_port
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import raw_bytes
-from miles_disagg.publish.broadcast import BroadcastSource, broadcast_version
+from miles_disagg.publish.broadcast import MOVED, BroadcastSource, broadcast_version
 from miles_disagg.weights.digest import digest
 from tests.engine.checkpoints import make_checkpoint
 from tests.fakes.update_target import AbsentTarget, EngineTarget
@@ -39,8 +40,8 @@ def new_weights(tmp_path: Path, seed: int) -> list[tuple[str, torch.Tensor]]:
     return list(model.state_dict().items())
 
 
-def source(timeout: float = 30.0, flattened: bool = True) -> BroadcastSource:
-    return BroadcastSource(address="127.0.0.1", backend="gloo", timeout=timeout, flattened=flattened)
+def source(timeout: float = 30.0, flattened: bool = True, delta: bool = False) -> BroadcastSource:
+    return BroadcastSource(address="127.0.0.1", backend="gloo", timeout=timeout, flattened=flattened, delta=delta)
 
 
 def stage_in_buckets(broadcast: BroadcastSource, weights: list[tuple[str, torch.Tensor]], size: int) -> None:
@@ -84,6 +85,55 @@ async def test_two_sources_send_their_stages_one_after_the_other(engine_url: str
     for broadcast, part in zip(sources, (weights[:half], weights[half:]), strict=True):
         stage_in_buckets(broadcast, part, 4)
     await broadcast_version("run/weight_v000004", [s.send for s in sources], [EngineTarget(engine)])
+    assert await engine.weights_digest() == {n: digest(raw_bytes(t), "xxh3-128") for n, t in weights}
+    await engine.close()
+
+
+def moved(weights: list[tuple[str, torch.Tensor]], seed: int, density: float) -> list[tuple[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    return [(n, torch.where(torch.rand(t.shape, generator=g) < density, t + 0.5, t)) for n, t in weights]
+
+
+async def test_changed_elements_are_scattered_and_the_engine_is_equal_after_each_update(
+    engine_url: str, tmp_path: Path
+) -> None:
+    engine, broadcast, weights = SGLangEngine(engine_url), source(delta=True), new_weights(tmp_path, 51)
+    target, wire, changes = EngineTarget(engine), [], []
+    for i, density in enumerate((0.0, 0.01, 0.9, 0.0, 0.003)):  # whole, sparse, dense, nothing at all, sparse again
+        weights = moved(weights, i, density)
+        stage_in_buckets(broadcast, weights, 6)
+        metrics = await broadcast_version(f"run/weight_v{100 + i:06d}", [broadcast.send], [target])
+        wire.append(metrics["perf/update_weights_wire_bytes"])
+        changes.append(metrics[MOVED])
+        assert await engine.weights_digest() == {n: digest(raw_bytes(t), "xxh3-128") for n, t in weights}
+        assert (await engine.model_info())["weight_version"] == f"run/weight_v{100 + i:06d}"
+    full = sum(t.nbytes for _, t in weights)
+    assert wire[0] == full
+    assert wire[1] < full / 10
+    assert wire[2] <= full
+    assert wire[3] < 10
+    assert changes[3] == 0
+    assert changes[1] > changes[4] > 0
+    await engine.close()
+
+
+async def test_changes_on_a_version_that_the_engine_does_not_hold_are_refused_and_a_whole_send_repairs(
+    engine_url: str, tmp_path: Path
+) -> None:
+    engine, broadcast, weights = SGLangEngine(engine_url), source(delta=True), new_weights(tmp_path, 61)
+    target = EngineTarget(engine)
+    stage_in_buckets(broadcast, weights, 100)
+    await broadcast_version("run/weight_v000200", [broadcast.send], [target])
+    stranger = source()
+    stage_in_buckets(stranger, new_weights(tmp_path, 62), 100)
+    await broadcast_version("run/weight_v000150", [stranger.send], [target])
+    held = await engine.weights_digest()
+    weights = moved(weights, 9, 0.01)
+    stage_in_buckets(broadcast, weights, 100)
+    with pytest.raises(PublicationFailed, match="changes on run/weight_v000200, but run/weight_v000150 is served"):
+        await broadcast_version("run/weight_v000201", [broadcast.send], [target])
+    assert await engine.weights_digest() == held
+    await broadcast_version("run/weight_v000201", [partial(broadcast.send, whole=True)], [target])
     assert await engine.weights_digest() == {n: digest(raw_bytes(t), "xxh3-128") for n, t in weights}
     await engine.close()
 

@@ -1,4 +1,4 @@
-"""Shortcuts beside the chain: the cheapest way for late readers, only the delta for others, and what retention keeps."""
+"""Shortcuts beside the chain: the cheapest way for late readers, the delta for others, and what retention keeps."""
 
 from __future__ import annotations
 

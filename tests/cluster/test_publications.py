@@ -1,0 +1,101 @@
+"""Publications of real runs that go wrong, or move nothing: what is said, and what is served meanwhile."""
+
+import asyncio
+import json
+import uuid
+
+import pytest
+
+from miles_disagg.cluster.assemble import assembled
+from miles_disagg.config.placement import plan_placement
+from miles_disagg.domain.errors import PublicationFailed
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.observe.console import RunConsole
+from miles_disagg.store.base import open_store
+from miles_disagg.store.versions import VersionStore
+from tests.fakes import hooks
+
+TRANSPORTS = {
+    "disk-delta": ("--update-weight-transfer-mode", "disk-delta"),
+    "disk-full": ("--update-weight-transfer-mode", "disk-full"),
+    "broadcast": ("--update-weight-transfer-mode", "broadcast"),
+    "broadcast-delta": ("--update-weight-mode", "delta"),
+}
+
+
+async def steps(config, after=None):
+    """Train and publish every step of a run; `after(run)` with what settling raised, or None."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
+        error = None
+        await run.start_generation()
+        try:
+            for step in run.steps:
+                batch = await run.next_batch(step)
+                metrics = await run.trainer.train(batch.groups, batch.trainer_version)
+                await run.generation_saw(batch)
+                await run.publish_next_version()
+                await run.settle()
+                await run.report(step, batch, metrics)
+        except PublicationFailed as failed:
+            error = failed
+        if after is not None:
+            await after(run, error)
+        await run.stop_generation()
+        await run.close_books()
+
+
+def test_infinite_weights_stop_the_publication_by_name_and_the_last_version_serves_on(local_ray, run_config):
+    config = run_config(*TRANSPORTS["disk-delta"], "--lr", "1e39")
+
+    async def look(run, error):
+        assert "weight_v000001" in str(error)
+        assert "NaN or Inf" in str(error) or "not finite" in str(error)
+        assert "model." in str(error)
+        store = VersionStore(open_store(config.version_store))
+        assert store.latest() == VersionRef(config.run_id, 0)
+        assert store.versions(config.run_id) == []
+        assert (await run.fleet.phase_metrics())["fleet/replicas_ready"] == 1
+        assert len(await run.fleet.digests()) == 1
+        batch = await run.next_batch(1)  # generation goes on, at the version before
+        assert all(s.token_versions() == [0] * len(s.token_versions()) for g in batch.groups for s in g.samples)
+
+    asyncio.run(steps(config, look))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["disk-delta", *(pytest.param(m, marks=pytest.mark.slow) for m in ("disk-full", "broadcast", "broadcast-delta"))],
+)
+def test_a_policy_that_does_not_move_raises_a_visible_alarm(local_ray, run_config, capsys, mode):
+    config = run_config(*TRANSPORTS[mode], "--lr", "1e-30", "--num-rollout", "3")
+    asyncio.run(steps(config))
+    assert "ALARM" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["weights/policy_does_not_move"] == 0
+    assert rows[2]["weights/policy_does_not_move"] == 1
+
+
+def test_hooks_for_mounts_are_called_around_the_files_of_every_version(local_ray, run_config):
+    run_id = f"hooked-{uuid.uuid4().hex[:8]}"
+    paths = ("--custom-update-weight-post-write-path", "tests.fakes.hooks.post_write")
+    paths += ("--custom-update-weight-pre-read-path", "tests.fakes.hooks.pre_read")
+    config = run_config(*TRANSPORTS["disk-delta"], *paths, "--run-id", run_id, "--num-rollout", "1")
+    try:
+        asyncio.run(steps(config))
+        lines = hooks.notes(run_id).read_text().splitlines()
+    finally:
+        hooks.notes(run_id).unlink(missing_ok=True)
+    of_first = [line for line in lines if line.endswith(" 1")]
+    # a source wrote; the committer verifies; index and pointer are written; the replica reads
+    assert of_first == ["wrote 1", "reads 1", "wrote 1", "reads 1"], lines
+
+
+@pytest.mark.slow
+def test_a_hook_that_fails_ends_the_publication_with_its_words(local_ray, run_config):
+    config = run_config(*TRANSPORTS["disk-delta"], "--custom-update-weight-post-write-path", "tests.fakes.hooks.broken")
+
+    async def look(run, error):
+        assert "the mount is gone" in str(error)
+
+    asyncio.run(steps(config, look))
