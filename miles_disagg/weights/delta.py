@@ -27,7 +27,7 @@ import numpy as np
 
 from miles_disagg.domain.errors import CheckpointError, NonFiniteWeights, PublicationFailed
 from miles_disagg.weights.checkpoint import INDEX_FILE, Checkpoint, parse_index, read_headers, read_index, write_index
-from miles_disagg.weights.codecs import DELTA_ENCODINGS, Codec, EncodeStats, apply_frame, get_codec
+from miles_disagg.weights.codecs import DELTA_ENCODINGS, Codec, EncodeStats, get_codec
 from miles_disagg.weights.codecs.base import Sink
 from miles_disagg.weights.digest import CHECKSUM_FORMATS, DEFAULT_CHECKSUM, Hasher, new_hasher
 from miles_disagg.weights.dtypes import count_non_finite, element_size, tensor_nbytes, unsigned
@@ -265,17 +265,6 @@ class ShardWriter:
         kept = {name: checksum for name, checksum in self._checksums.items() if name not in plan.drop}
         metadata = kept if self._codec else {"format": "pt", **kept}
         return self._spool.finish(plan.file, metadata, plan.drop)
-
-    def advance(self, snapshot: Mapping[str, tuple[str, np.ndarray]]) -> None:
-        """Bring `snapshot` (name -> (dtype, uint8 base bytes)) to the state just published; O(change) for `sparse`.
-
-        Call it after the version is committed: the snapshot then always equals the last published bytes.
-        """
-        if self._codec is None:
-            raise CheckpointError("a full version has no frames to advance a snapshot by")
-        for name in self._checksums:
-            dtype, target = snapshot[name]
-            apply_frame(self._codec, self._spool.payload(name), target, dtype)
 
     def close(self) -> None:
         """Drop everything that was not written. Safe to call twice."""

@@ -221,12 +221,6 @@ class ShardSpool:
 
         return write_durably(self._directory / file, parts())
 
-    def payload(self, name: str) -> bytes:
-        """Bytes of a committed tensor, read back from the spool."""
-        _, _, begin, end = self._entries[name]
-        self._spool.flush()
-        return _pread(self._spool, begin, end - begin)  # type: ignore[arg-type]
-
     def close(self) -> None:
         """Drop the spool. Safe to call twice."""
         self._spool.close()
