@@ -14,6 +14,7 @@ import ssl
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,7 @@ from miles_disagg.replica.server import HttpServer, error_response, guard, json_
 from miles_disagg.replica.wire import CONTROL_ROUTES, ROLLOUT_ROUTES, error_body, parse_json, parse_rid
 
 log = logging.getLogger(__name__)
+_PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class GatewayApp:
         router_ = self.app.router
         for route in ROLLOUT_ROUTES:
             router_.add_post(route, self._rollout)
+        router_.add_get("/", page)
         router_.add_get("/health", self._health)
         router_.add_get("/fleet", self._fleet)
         router_.add_get("/server_info", self._server_info)
@@ -325,6 +328,12 @@ class GatewayApp:
             for name, n in self._totals.items()
         ]
         return web.Response(body=render(families).encode(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def page(request: web.Request) -> web.Response:
+    """The live page: plain HTML that asks `/fleet` each second. It holds no data, so it needs no token."""
+    headers = {"Content-Security-Policy": "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"}
+    return web.Response(body=_PAGE, headers={**headers, "Content-Type": "text/html; charset=utf-8"})
 
 
 def _with_rid(body: dict[str, Any]) -> bytes:

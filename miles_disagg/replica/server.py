@@ -19,7 +19,7 @@ from miles_disagg.replica.wire import error_body, error_status, retry_after
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN_ROUTES = ("/health",)  # answered without a token: load balancers probe them
+OPEN_ROUTES = ("/health", "/")  # answered without a token: load balancers probe, and the live page asks for it
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
