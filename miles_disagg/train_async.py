@@ -34,7 +34,7 @@ async def train(run: Run) -> None:
         if run.publication_is_due(step):
             await run.publish_next_version()  # stalls for the copy-out; encode, write, activate overlap the next step
         if run.evaluation_is_due(step):
-            run.evaluate_in_background()
+            await run.evaluate_in_background(step)
         if run.checkpoint_is_due(step):
             await run.save_checkpoint(step)
 

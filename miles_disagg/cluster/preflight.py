@@ -12,6 +12,8 @@ from pathlib import Path
 
 from miles_disagg.cluster import resume
 from miles_disagg.config.checks import check, within_range
+from miles_disagg.config.flags import flag
+from miles_disagg.config.imports import import_function
 from miles_disagg.config.machine import Machine
 from miles_disagg.config.resolve import is_url
 from miles_disagg.config.run import RunConfig
@@ -34,6 +36,7 @@ def preflight(config: RunConfig, machine: Machine | None) -> list[str]:
     problems.extend(found)
     problems.extend(resume.problems(config))
     problems.extend(_reward(config))
+    problems.extend(_plugins(config))
     problems.extend(_task(config))
     problems.extend(_store(config))
     if model is not None and not problems:
@@ -110,6 +113,19 @@ def _reward(config: RunConfig) -> list[str]:
     return []
 
 
+def _plugins(config: RunConfig) -> Iterator[str]:
+    """Import paths that lead nowhere."""
+    hooks = ("custom_update_weight_post_write_path", "custom_update_weight_pre_read_path")
+    owners = [*((config.plugins, f) for f in type(config.plugins).model_fields), *((config.weights, f) for f in hooks)]
+    for section, field in owners:
+        path = getattr(section, field)
+        if path is not None:
+            try:
+                import_function(path, flag(field))
+            except ConfigError as error:
+                yield from error.problems
+
+
 def _task(config: RunConfig) -> list[str]:
     data = config.data
     if not data.task:
@@ -152,11 +168,11 @@ def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
         yield from error.problems
         return
     files = [(f"--eval-prompt-data {name}", path, False) for name, path in config.evaluation.datasets.items()]
-    if config.data.prompt_data:
+    if config.data.prompt_data and not config.plugins.data_source_path:
         files.insert(0, ("--prompt-data", config.data.prompt_data, True))
-    for flag, path, training in files:
+    for name, path, training in files:
         try:
             options = data_options(config, model.max_positions, training=training)
             DatasetSource.from_files([path], tokenizer, options)
         except PromptDataError as error:
-            yield f"{flag}: {error}"
+            yield f"{name}: {error}"

@@ -17,10 +17,12 @@ from miles_disagg.buffer.base import Batch
 from miles_disagg.cluster import checkpoints
 from miles_disagg.cluster.calls import call
 from miles_disagg.cluster.endpoint import ServiceFleet
+from miles_disagg.cluster.evaluation import Evaluations
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.publications import Publications
 from miles_disagg.cluster.resume import Continuation
 from miles_disagg.cluster.trainer_group import TrainerGroup
+from miles_disagg.config.imports import import_function
 from miles_disagg.config.run import RunConfig
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.observe.console import RunConsole, Summary
@@ -55,11 +57,18 @@ class Run:
         self._samples = SampleLog(run_dir / "samples")
         self._begun = self._step_began = time.monotonic()
         self._pending: dict[str, float] = {}
-        self._evaluation: asyncio.Task[None] | None = None
         self._identity, self._continued = identity, continued
         self.steps_done = continued.step if continued else 0
         state = continued.state if continued else None
-        self.accuracies: list[tuple[int, float]] = list(state.accuracies) if state else []
+        logger = config.plugins.custom_eval_rollout_log_function_path
+        self._evaluations = Evaluations(
+            self._evaluate, trackers, console.say, run_dir,
+            wait=config.evaluation.eval_overflow == "wait",
+            log=import_function(logger, "--custom-eval-rollout-log-function-path") if logger else None,
+            before=state.accuracies if state else (),
+        )  # fmt: skip
+        logger = config.plugins.custom_rollout_log_function_path
+        self._log_step = import_function(logger, "--custom-rollout-log-function-path") if logger else None
         self._saving: asyncio.Task[Path] | None = None
         self._saved_step = self.steps_done
         self._cancel: Callable[[], object] | None = None
@@ -179,37 +188,34 @@ class Run:
         """Accuracy of version 0, before anything is trained; not again in a continued run."""
         section = self.config.evaluation
         if section.eval_interval and not section.skip_eval_before_train and not self.steps_done:
-            await self._evaluate(Constraint(exact_version=self.version))
+            await self._evaluations.now(0, self.version)
 
     def evaluation_is_due(self, step: int) -> bool:
         """Every --eval-interval steps; the last one is done by `evaluate_final`."""
         interval, last = self.config.evaluation.eval_interval, step + 1 == self.config.rollout.num_rollout
         return bool(interval) and not last and (step + 1) % (interval or 1) == 0
 
-    def evaluate_in_background(self) -> None:
-        """Evaluate the newest version on the shared engines; skipped while the last evaluation still runs."""
-        if self._evaluation is None or self._evaluation.done():
-            self._evaluation = asyncio.create_task(
-                self._evaluate(Constraint(min_version=self.version)), name="evaluate"
-            )
+    async def evaluate_in_background(self, step: int) -> None:
+        """Evaluate the newest version on the shared engines while training goes on."""
+        await self._evaluations.in_background(step, self.version)
 
     async def evaluate_final(self) -> None:
         """Accuracy of the last version."""
-        if self._evaluation is not None:
-            await self._evaluation
+        await self._evaluations.finish()
         if self.config.evaluation.eval_interval:
-            await self._evaluate(Constraint(exact_version=self.version))
+            await self._evaluations.now(self.steps_done, self.version)
             self._trackers.log(self.steps_done, self.version, self._take_pending())
 
-    async def _evaluate(self, constraint: Constraint) -> None:
+    async def _evaluate(self, constraint: Constraint) -> dict[str, float]:
         timeout = self.config.timeouts.rollout_wait_timeout
-        with self.timeline.span("evaluate", self.version):
+        with self.timeline.span("evaluate", constraint.exact_version):
             what = f"evaluate {constraint}"
-            row: dict[str, float] = await self._ask_producer(
-                "evaluate", what, constraint, timeout, timeout=timeout + 10
-            )
-        self._pending.update(row)
-        self.accuracies.append((int(row["eval/weight_version"]), row["eval/accuracy"]))
+            return await self._ask_producer("evaluate", what, constraint, timeout, timeout=timeout + 10)
+
+    @property
+    def accuracies(self) -> list[tuple[int, float]]:
+        """(version, accuracy) of every evaluation so far, by version."""
+        return self._evaluations.accuracies
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Every --save-interval steps, and after the last one."""
@@ -259,9 +265,12 @@ class Run:
             "rollout/samples_per_second": sum(len(g.samples) for g in batch.groups) / seconds,
         }
         self.steps_done = step + 1
-        self._trackers.log(step, self.version, values)
+        lags = {"rollout/version_lag_histogram": dict(sorted(Counter(batch.lags).items()))}
+        self._trackers.log(step, self.version, values, lags)
         await asyncio.to_thread(self._samples.write, step, batch.groups, batch.trainer_version)
-        self._console.step(step, self.version, values)
+        if self._log_step is not None:
+            await asyncio.to_thread(self._log_step, step, batch, values, self._run_dir)
+        self._console.step(step, self.version, {**values, **self._evaluations.news()})
         self._events.write(self.timeline.drain())
         self._events.write(await self.trainer.events())
         self._events.write(await self.fleet.events())
@@ -272,6 +281,7 @@ class Run:
 
     async def close_books(self) -> None:
         """End generation if it still goes on, and fetch the ledger's totals."""
+        await self._evaluations.cancel()
         with contextlib.suppress(Exception):
             await self._saved()
         with contextlib.suppress(Exception):

@@ -213,6 +213,9 @@ def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpe
         request_timeout=config.timeouts.rollout_request_timeout,
         version=version,
         token_file=config.engines.rollout_auth_token_file,
+        generate_path=config.plugins.custom_generate_function_path,
+        source_path=config.plugins.data_source_path,
+        filter_path=config.plugins.dynamic_sampling_filter_path,
     )
 
 

@@ -85,7 +85,10 @@ def _data(config: RunConfig) -> Iterator[str]:
     data, reward, evaluation = config.data, config.reward, config.evaluation
     if data.prompt_data and data.task:
         yield "--prompt-data and --task both say where prompts come from: drop one"
-    if not data.prompt_data and not data.task:
+    source = config.plugins.data_source_path
+    if source and data.task:
+        yield "--data-source-path and --task both say where prompts come from: drop one"
+    if not data.prompt_data and not data.task and not source:
         yield "--prompt-data is missing: give a .jsonl or .parquet file, or a --task"
     if data.task and data.task != "addition" and data.task_size is None:
         yield f"--task-size is missing: say how many training prompts --task {data.task} makes"
@@ -99,7 +102,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"--rm-type {reward.rm_type} is unknown{closest(reward.rm_type, REWARDS)}; there are {', '.join(REWARDS)}"
     if (reward.rm_type == "remote_rm") != bool(reward.rm_url):
         yield "--rm-type remote_rm and --rm-url go together: give both or neither"
-    if reward.rm_type in ("exact", "math") and data.prompt_data and not data.label_key:
+    if reward.rm_type in ("exact", "math") and data.prompt_data and not source and not data.label_key:
         yield f"--rm-type {reward.rm_type} compares with an answer: name its key with --label-key"
     if len(evaluation.eval_prompt_data) % 2:
         yield "--eval-prompt-data takes pairs of a name and a file: NAME PATH [NAME PATH ...]"

@@ -75,6 +75,8 @@ class EvalConfig(Section):
     """Top-p while evaluating."""
     eval_max_response_len: PositiveInt | None = None
     """Longest evaluated completion in tokens; unset: --rollout-max-response-len."""
+    eval_overflow: Literal["skip", "wait"] = "skip"
+    """An evaluation that is due while the last one still runs: skipped with its reason, or training waits."""
     skip_eval_before_train: bool = False
     """Do not evaluate the base model first."""
 

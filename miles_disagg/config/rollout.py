@@ -45,6 +45,21 @@ class RolloutConfig(Section):
     """Seed of prompt order and sampling."""
 
 
+class PluginConfig(Section):
+    """What a run plugs in by import path `package.module.name`, besides --custom-rm-path. See docs/plugins.md."""
+
+    custom_generate_function_path: str | None = None
+    """Generate function: builds each sample in as many turns as it likes; unset: one turn."""
+    data_source_path: str | None = None
+    """Class of a prompt source, instead of reading --prompt-data."""
+    dynamic_sampling_filter_path: str | None = None
+    """Filter of scored groups: a reason to drop one, or nothing; dropped prompts are replaced by others."""
+    custom_rollout_log_function_path: str | None = None
+    """Called after each step with what was trained on and what was logged."""
+    custom_eval_rollout_log_function_path: str | None = None
+    """Called after each evaluation with its step, version and metrics."""
+
+
 class EngineConfig(Section):
     """Engines and their topology: managed (default), attached (external addresses) or service (one endpoint)."""
 

@@ -17,7 +17,7 @@ from miles_disagg.config.model import (
     RewardConfig,
     quickstart_directory,
 )
-from miles_disagg.config.rollout import EngineConfig, PacingConfig, RolloutConfig
+from miles_disagg.config.rollout import EngineConfig, PacingConfig, PluginConfig, RolloutConfig
 from miles_disagg.config.trainer import LossConfig, OptimizerConfig, TrainerConfig
 from miles_disagg.config.weights import WeightsConfig
 
@@ -36,6 +36,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     evaluation: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()
+    plugins: PluginConfig = PluginConfig()
     engines: EngineConfig = EngineConfig()
     pacing: PacingConfig = PacingConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from miles_disagg.domain.errors import ConfigError
 from miles_disagg.observe.metrics import check_declared
 
@@ -59,6 +61,10 @@ class TensorBoardTracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
+        """Add a distribution of whole numbers."""
+        self._writer.add_histogram(name, np.repeat(list(counts), list(counts.values())), step)
+
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
@@ -90,14 +96,22 @@ class Trackers:
     def __init__(self, trackers: Sequence[Tracker]):
         self._trackers = list(trackers)
 
-    def log(self, step: int, version: int, values: Mapping[str, float]) -> None:
-        """Record one step's metrics; `version` is the trainer's policy version after the step."""
-        check_declared(values)
+    def log(
+        self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Mapping[int, int]] = {}
+    ) -> None:
+        """Record one step's metrics; `version` is the trainer's policy version after the step.
+
+        histograms: counts by whole number, for the trackers that can hold them (metrics.jsonl and TensorBoard).
+        """
+        check_declared({**values, **histograms})
         for tracker in self._trackers:
             if isinstance(tracker, JsonlTracker):
-                tracker.log(step, {"weight_version": version, **values})
+                tracker.log(step, {"weight_version": version, **values, **histograms})
             else:
                 tracker.log(step, values)
+            if isinstance(tracker, TensorBoardTracker):
+                for name, counts in histograms.items():
+                    tracker.histogram(step, name, counts)
 
     def close(self) -> None:
         """Close every tracker."""

@@ -6,6 +6,7 @@ State and rules are `host`, `producer` and `buffer.data_buffer`. Async actors of
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ import ray
 
 from miles_disagg.buffer.base import Batch
 from miles_disagg.buffer.data_buffer import DataBuffer
+from miles_disagg.config.imports import import_function
 from miles_disagg.config.secrets import read_token
+from miles_disagg.domain.errors import WeightVersionGone
 from miles_disagg.domain.versions import Constraint, VersionRef
 from miles_disagg.observe.events import Event, Timeline
+from miles_disagg.prompts.base import PromptSource
 from miles_disagg.prompts.ledger import Ledger
 from miles_disagg.prompts.reward import RewardRunner, load_reward
 from miles_disagg.prompts.source import DataOptions, DatasetSource
@@ -25,11 +29,12 @@ from miles_disagg.prompts.tasks import make_task
 from miles_disagg.prompts.tokenizer import load_tokenizer
 from miles_disagg.replica.activation import Activation
 from miles_disagg.replica.staging import DiskStager
-from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
+from miles_disagg.rollout.base import GenerationClient, RolloutOptions, SamplingOptions
 from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.host import EngineHost, HostSpec
 from miles_disagg.rollout.pool import RolloutClient
 from miles_disagg.rollout.producer import Producer
+from miles_disagg.rollout.trajectory import PluggedClient
 from miles_disagg.store.actor import RemoteLedger, import_hook
 from miles_disagg.store.base import open_store
 from miles_disagg.store.ledger import PRE_READ
@@ -126,10 +131,13 @@ class ProducerSpec:
     request_timeout: float
     version: int = 0
     token_file: str | None = None
+    generate_path: str | None = None
+    source_path: str | None = None
+    filter_path: str | None = None
 
 
-def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[DatasetSource, DatasetSource | None]:
-    """Training and held-out prompts: of the built-in task, or of the files."""
+def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[PromptSource, DatasetSource | None]:
+    """Training and held-out prompts: of the built-in task, of the files, or of a plugged-in source."""
     if spec.task:
         num_train, num_held_out = spec.task_sizes
         split = make_task(spec.task, seed=spec.data.seed, num_train=num_train, num_held_out=num_held_out)
@@ -137,7 +145,10 @@ def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[DatasetSource, Dataset
             DatasetSource.from_items(spec.task, split.train, tokenizer, spec.data),
             DatasetSource.from_items(spec.task, split.held_out, tokenizer, spec.held_out),
         )
-    source = DatasetSource.from_files(spec.files, tokenizer, spec.data)
+    if spec.source_path:
+        source = import_function(spec.source_path, "--data-source-path")(spec.files, tokenizer, spec.data)
+    else:
+        source = DatasetSource.from_files(spec.files, tokenizer, spec.data)
     if not spec.held_out_files:
         return source, None
     return source, DatasetSource.from_files(spec.held_out_files, tokenizer, spec.held_out)
@@ -151,9 +162,10 @@ class RolloutProducer:
         self._spec = spec
         self._timeline = Timeline("rollout-producer")
         self._evaluations = 0
+        self._name = f"{spec.run_id}-{uuid.uuid4().hex[:8]}"  # of this incarnation: a rid must never be asked for again
 
-    async def setup(self) -> int:
-        """Read the prompts; number of training prompts."""
+    async def setup(self) -> None:
+        """Read the prompts, load what is plugged in."""
         spec = self._spec
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.checkpoint)
         source, held_out = await asyncio.to_thread(_sources, spec, tokenizer)
@@ -162,12 +174,16 @@ class RolloutProducer:
         self._reward = RewardRunner(function, timeout=spec.reward_timeout, workers=spec.reward_workers)
         token = read_token(spec.token_file, "--rollout-auth-token-file")
         self._client = RolloutClient(spec.endpoint, api_key=token, timeout=spec.request_timeout, run_id=spec.run_id)
+        self._generate: GenerationClient = self._client
+        if spec.generate_path:
+            plugged = import_function(spec.generate_path, "--custom-generate-function-path")
+            self._generate = PluggedClient(self._client, plugged, tokenizer)
+        chosen = import_function(spec.filter_path, "--dynamic-sampling-filter-path") if spec.filter_path else None
         self._buffer = DataBuffer(spec.buffer_groups)
         self._producer = Producer(
-            self._client, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
-            run_id=spec.run_id, version=spec.version, on_group=self._saw,
+            self._generate, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
+            run_id=spec.run_id, version=spec.version, on_group=self._saw, group_filter=chosen,
         )  # fmt: skip
-        return len(source)
 
     def _saw(self, group: Any) -> None:
         times = [s.timings for s in group.samples if "submitted" in s.timings and "finished" in s.timings]
@@ -201,9 +217,11 @@ class RolloutProducer:
         """Accuracy on the held-out prompts under `constraint`, as metrics."""
         self._evaluations += 1
         result = await evaluate(
-            self._client, self._held_out, self._spec.eval_sampling, constraint, self._reward,
-            name=f"{self._spec.run_id}-{self._evaluations}", timeout=timeout,
+            self._generate, self._held_out, self._spec.eval_sampling, constraint, self._reward,
+            name=f"{self._name}-{self._evaluations}", timeout=timeout, max_concurrent=len(self._held_out),
         )  # fmt: skip
+        if constraint.exact_version is not None and result.num_gone:
+            raise WeightVersionGone(constraint.exact_version, None)
         return result.metrics()
 
     async def metrics(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_disagg.domain.errors import DeadlineExceeded, MilesDisaggError
+from miles_disagg.domain.errors import DeadlineExceeded, MilesDisaggError, WeightVersionGone
 from miles_disagg.domain.samples import Prompt, Sample
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.prompts.base import Reward
@@ -19,7 +19,8 @@ from miles_disagg.rollout.base import GenerationClient, SamplingOptions
 class Evaluation:
     """accuracy: mean reward over the answered prompts. versions: samples by the oldest version that wrote them.
 
-    failures: prompts without an answer, by error; they are not in the mean, so look at them.
+    failures: prompts without an answer, by error; they are not in the mean, so look at them. num_gone: those among them
+    that came too late for an exact version.
     """
 
     accuracy: float
@@ -29,6 +30,7 @@ class Evaluation:
     failures: dict[str, int]
     mean_tokens: float
     seconds: float
+    num_gone: int = 0
 
     @property
     def version(self) -> int:
@@ -41,6 +43,7 @@ class Evaluation:
             "eval/accuracy": self.accuracy,
             "eval/weight_version": float(self.version),
             "eval/seconds": self.seconds,
+            "eval/failed": float(self.num_failed),
         }
 
 
@@ -62,9 +65,11 @@ async def evaluate(
     """
     if not prompts:
         raise ValueError("nothing to evaluate: the held-out set is empty")
+    gone = 0
     slots, failures, begin = asyncio.Semaphore(max_concurrent), Counter[str](), time.monotonic()
 
     async def one(i: int, prompt: Prompt) -> tuple[Sample, float] | None:
+        nonlocal gone
         async with slots:
             sample_id = f"eval-{name}/{i}"
             try:
@@ -73,6 +78,7 @@ async def evaluate(
                 )
                 return sample, await reward(sample)
             except MilesDisaggError as error:
+                gone += isinstance(error, WeightVersionGone)
                 failures[f"{type(error).__name__}: {error}"] += 1
                 return None
 
@@ -82,6 +88,8 @@ async def evaluate(
     except TimeoutError:
         raise DeadlineExceeded(f"evaluation {name} of {len(prompts)} prompts under {constraint}", timeout) from None
     scored = [r for r in results if r is not None]
+    if not scored and gone and constraint.exact_version is not None:
+        raise WeightVersionGone(constraint.exact_version, None)
     if not scored:
         raise MilesDisaggError(
             f"evaluation {name}: none of {len(prompts)} prompts was answered: {next(iter(failures))}"
@@ -94,4 +102,5 @@ async def evaluate(
         failures=dict(failures),
         mean_tokens=sum(len(s.tokens) for s, _ in scored) / len(scored),
         seconds=time.monotonic() - begin,
+        num_gone=gone,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_disagg.trainer.base import LossSpec, TrainSample
+from miles_disagg.trainer.base import TrainSample
 from miles_disagg.trainer.batching import sample_weights
 from miles_disagg.trainer.megatron.attention import PackedSequences, pack_lengths
 
@@ -68,11 +68,13 @@ def policy_columns(batch: Sequence[TrainSample], version: int | None) -> Columns
     return Columns(response_offsets(batch), {k: torch.tensor(v, dtype=torch.float32) for k, v in named.items()})
 
 
-def with_weights(columns: Columns, batch: Sequence[TrainSample], loss: LossSpec) -> Columns:
+def with_weights(
+    columns: Columns, batch: Sequence[TrainSample], aggregate: str, constant_length: int | None = None
+) -> Columns:
     """Adds `weight` (the loss's, see `sample_weights`) and `share` (mask / trained tokens, for means of metrics)."""
     mask = columns.values["mask"]
     lengths = torch.tensor([s.response_len for s in batch])
-    per_token = torch.tensor(sample_weights(batch, loss.aggregate, loss.constant_length), dtype=torch.float32)
+    per_token = torch.tensor(sample_weights(batch, aggregate, constant_length), dtype=torch.float32)
     per_token = per_token.repeat_interleave(lengths)
     return columns.with_column("weight", mask * per_token).with_column("share", mask / mask.sum())
 

@@ -113,7 +113,7 @@ class MegatronTrainer:
         steps = []
         for begin in range(0, len(batch), size):
             part = batch[begin : begin + size]
-            weighted = with_weights(columns.samples(begin, begin + size), part, self.spec.loss)
+            weighted = self._weighted(columns.samples(begin, begin + size), part)
             steps.append(self._optimizer_step(part, weighted, policy_loss(self.spec.loss), POLICY_SUMS))
         out = {key: math.fsum(s[key] for s in steps) / len(steps) for key in steps[0]}
         out["train/tokens"] = float(sum(len(sample.tokens) for sample in batch))
@@ -124,13 +124,16 @@ class MegatronTrainer:
 
     def sft_step(self, batch: Sequence[TrainSample]) -> Mapping[str, float]:
         """See `trainer.base.Trainer.sft_step`."""
-        columns = with_weights(policy_columns(batch, None), batch, self.spec.loss)
+        columns = self._weighted(policy_columns(batch, None), batch)
         return self._optimizer_step(batch, columns, cross_entropy_loss, ("loss", "entropy"))
 
     def logprobs(self, batch: Sequence[TrainSample]) -> list[list[float]]:
         """See `trainer.base.Trainer.logprobs`."""
         flat, offsets = self._score(self.model, batch), response_offsets(batch)
         return [flat[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
+
+    def _weighted(self, columns: Columns, batch: Sequence[TrainSample]) -> Columns:
+        return with_weights(columns, batch, self.spec.loss.aggregate, self.spec.loss.constant_length)
 
     def _optimizer_step(
         self, batch: Sequence[TrainSample], columns: Columns, loss: Loss, names: Sequence[str]
