@@ -24,7 +24,7 @@ from miles_disagg.store.leases import live_leases
 from miles_disagg.store.lineage import SHORTCUTS, VersionIndex, version_key
 from miles_disagg.store.retention import STALE_SECONDS, Collected, collect, needed_versions
 from miles_disagg.store.versions import VersionStore
-from miles_disagg.weights.chain import apply_chain
+from miles_disagg.weights.chain import apply_chain, verify_target
 from miles_disagg.weights.checkpoint import open_checkpoint, tensor_digests
 from miles_disagg.weights.delta import open_delta
 from miles_disagg.weights.digest import DEFAULT_CHECKSUM
@@ -137,19 +137,30 @@ def verify_lineage(
                 apply_chain(checkpoint, [open_delta(incoming / ref.directory)], workers)
             shutil.rmtree(incoming / ref.directory)
         at = version
-        _verify_shortcuts(store, ref, current, incoming, workers)
+        start = None if base is None else (base, claim.boot_version)
+        _verify_shortcuts(store, ref, current, incoming, workers, start)
         yield ref
     if at is None:
         raise VersionNotFound(target, store.objects.url, "its chain starts at the base checkpoint: give --base DIR")
 
 
-def _verify_shortcuts(store: VersionStore, ref: VersionRef, current: Path, incoming: Path, workers: int | None) -> None:
-    """ChecksumMismatch unless every shortcut to `ref` leads to the bytes in `current`."""
+def _verify_shortcuts(
+    store: VersionStore,
+    ref: VersionRef,
+    current: Path,
+    incoming: Path,
+    workers: int | None,
+    start: tuple[Path, int] | None,
+) -> None:
+    """ChecksumMismatch unless every shortcut to `ref` leads to the bytes in `current`. start: base and its version."""
     found = [index for kind in SHORTCUTS if (index := store.index(ref, kind)) is not None]
     for index in found:
         fetch_version(store.objects, index, incoming / "shortcut")
+        fetched = incoming / "shortcut" / ref.directory
         try:
-            _verify_shortcut(index, incoming / "shortcut" / ref.directory, current, workers)
+            _verify_shortcut(index, fetched, current, workers)
+            if start is not None and index.base_version == start[1]:
+                verify_target(start[0], [open_delta(fetched)], workers)
         finally:
             shutil.rmtree(incoming / "shortcut")
 
