@@ -42,7 +42,7 @@ def sigkill(run: Run) -> None:
     """The driver's process group, as a machine that loses power would end it; what it started follows by itself."""
     os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait(10)
-    assert processes.gone(run.marker, timeout=30) == []
+    assert processes.gone(run.marker, timeout=60) == []
 
 
 def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tiny_checkpoint, tmp_path):
@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
         tiny_checkpoint, run_dir, "--run-id", "killed", "--num-rollout", "1000",
         "--save-interval", "3", "--save-total-limit", "2",
     )  # fmt: skip
-    first.wait_for_steps(8, timeout=180)
+    first.wait_for_steps(8, timeout=400)
     sigkill(first)
     saved = [name for name in checkpoints(run_dir) if not name.startswith(".")]
     done, newest = int(saved[-1].removeprefix("step_")), published(run_dir, "killed")[1]
@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
     (run_dir / "checkpoints" / ".step_000999.partial" / "trainer").mkdir(parents=True)  # killed while saving
 
     second = Run(tiny_checkpoint, run_dir, "--load", str(run_dir), "--num-rollout", str(done + 3))
-    assert second.wait(timeout=240) == 0, second.log.read_text()
+    assert second.wait(timeout=400) == 0, second.log.read_text()
     summary = second.summary
     assert (summary["status"], summary["steps"]) == ("completed", done + 3)
     assert balanced(summary), summary
@@ -75,7 +75,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
     assert index is not None
     assert index.is_full
     assert not any(name.startswith(".") for name in checkpoints(run_dir))
-    assert processes.gone(second.marker, timeout=20) == []
+    assert processes.gone(second.marker, timeout=60) == []
     assert "Traceback" not in second.log.read_text()
 
 
@@ -86,7 +86,7 @@ def test_a_broadcast_run_goes_on_in_another_layout_and_never_uses_a_version_numb
         tiny_checkpoint, run_dir, "--run-id", "sent", "--num-rollout", "1000", "--save-interval", "2",
         "--actor-num-gpus-per-node", "2", "--use-distributed-optimizer", *broadcast,
     )  # fmt: skip
-    first.wait_for_steps(5, timeout=240)
+    first.wait_for_steps(5, timeout=400)
     sigkill(first)
     done = int(checkpoints(run_dir)[-1].removeprefix("step_"))
     given_out = json.loads((run_dir / "run.json").read_text())["version"]
@@ -94,7 +94,7 @@ def test_a_broadcast_run_goes_on_in_another_layout_and_never_uses_a_version_numb
 
     layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1")
     second = Run(tiny_checkpoint, run_dir, "--load", str(run_dir), "--num-rollout", str(done + 2), *broadcast, *layout)
-    assert second.wait(timeout=240) == 0, second.log.read_text()
+    assert second.wait(timeout=400) == 0, second.log.read_text()
     assert balanced(second.summary)
     assert second.summary["final_version"] == given_out + 1 + 2
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -106,25 +106,25 @@ def test_a_broadcast_run_goes_on_in_another_layout_and_never_uses_a_version_numb
 def test_ctrl_c_saves_a_checkpoint_when_asked_and_a_killed_trainer_rank_is_named(tiny_checkpoint, tmp_path):
     run_dir = tmp_path / "run"
     first = Run(tiny_checkpoint, run_dir, "--num-rollout", "1000", "--save-on-interrupt")
-    first.wait_for_steps(2, timeout=180)
+    first.wait_for_steps(2, timeout=400)
     os.killpg(first.process.pid, signal.SIGINT)
-    assert first.wait(timeout=120) == 130, first.log.read_text()
+    assert first.wait(timeout=300) == 130, first.log.read_text()
     done = first.summary["steps"]
     assert checkpoints(run_dir) == [f"step_{done:06d}"]
     assert f"--load {run_dir}" in first.log.read_text()
 
     second = Run(tiny_checkpoint, run_dir, "--resume", "auto", "--num-rollout", "1000", "--save-interval", "2")
-    second.wait_for_steps(done + 3, timeout=180)
+    second.wait_for_steps(done + 3, timeout=400)
     (rank,) = [p for p in processes.with_text("ray::trainer-0", "cmdline") if p in processes.with_text(second.marker)]
     os.kill(rank, signal.SIGKILL)
-    assert second.wait(timeout=120) == 1
+    assert second.wait(timeout=300) == 1
     assert "trainer rank 0" in second.summary["reason"]
     assert "process died" in second.summary["reason"]
     assert balanced(second.summary)
 
     saved = int(checkpoints(run_dir)[-1].removeprefix("step_"))
     third = Run(tiny_checkpoint, run_dir, "--resume", "auto", "--num-rollout", str(saved + 1))
-    assert third.wait(timeout=180) == 0, third.log.read_text()
+    assert third.wait(timeout=400) == 0, third.log.read_text()
     assert third.summary["ledger"]["trained"] == 4 * (saved + 1)
     assert balanced(third.summary)
 
@@ -133,11 +133,11 @@ def test_ctrl_c_saves_a_checkpoint_when_asked_and_a_killed_trainer_rank_is_named
 def test_a_run_killed_before_its_first_checkpoint_starts_over_with_new_version_numbers(tiny_checkpoint, tmp_path):
     run_dir = tmp_path / "run"
     first = Run(tiny_checkpoint, run_dir, "--run-id", "early", "--num-rollout", "1000", "--resume", "auto")
-    first.wait_for_steps(2, timeout=180)
+    first.wait_for_steps(2, timeout=400)
     sigkill(first)
     newest = published(run_dir, "early")[1]
     second = Run(tiny_checkpoint, run_dir, "--resume", "auto", "--num-rollout", "1")
-    assert second.wait(timeout=180) == 0, second.log.read_text()
+    assert second.wait(timeout=400) == 0, second.log.read_text()
     assert (second.summary["steps"], second.summary["final_version"]) == (1, newest + 2)
     assert published(run_dir, "early")[0] == list(range(1, newest + 3))
 
@@ -147,10 +147,10 @@ def test_two_drivers_never_use_one_run_directory(tiny_checkpoint, tmp_path):
     run_dir = tmp_path / "run"
     first = Run(tiny_checkpoint, run_dir, "--num-rollout", "1000", "--save-interval", "1")
     try:
-        first.wait_for_steps(2, timeout=180)
+        first.wait_for_steps(2, timeout=400)
         second = Run(tiny_checkpoint, run_dir, "--load", str(run_dir), "--num-rollout", "1001")
-        assert second.wait(timeout=60) == 2
+        assert second.wait(timeout=200) == 2
         assert f"in use by process {first.process.pid}" in second.log.read_text()
     finally:
         os.killpg(first.process.pid, signal.SIGTERM)
-        first.wait(timeout=90)
+        first.wait(timeout=200)
