@@ -191,8 +191,8 @@ async def test_a_replica_that_joins_at_version_40_loads_once(tmp_path: Path) -> 
 
 async def test_a_store_that_does_not_answer_costs_time_and_no_request(
     tmp_path: Path,
-    moto_endpoint: str,
-    monkeypatch,  # noqa: F811
+    moto_endpoint: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": moto_endpoint}.items():
         monkeypatch.setenv(name, value)
