@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from miles_disagg.domain.versions import VersionRef
@@ -115,8 +116,9 @@ def test_ctrl_c_saves_a_checkpoint_when_asked_and_a_killed_trainer_rank_is_named
 
     second = Run(tiny_checkpoint, run_dir, "--resume", "auto", "--num-rollout", "1000", "--save-interval", "2")
     second.wait_for_steps(done + 3, timeout=400)
-    (rank,) = [p for p in processes.with_text("ray::trainer-0", "cmdline") if p in processes.with_text(second.marker)]
-    os.kill(rank, signal.SIGKILL)
+    below = psutil.Process(second.process.pid).children(recursive=True)
+    (rank,) = [process for process in below if "TrainerActor" in " ".join(process.cmdline())]
+    rank.kill()
     assert second.wait(timeout=300) == 1
     assert "trainer rank 0" in second.summary["reason"]
     assert "process died" in second.summary["reason"]
