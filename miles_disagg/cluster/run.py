@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
