@@ -114,7 +114,9 @@ class RolloutService:
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(member.placement, 0),
             }
             actor_class: Any = ServiceReplica
-            member.actor = actor_class.options(**options).remote(*self._specs(member.name))
+            member.actor = actor_class.options(**options).remote(
+                *self._specs(member.name), config.directory / "fetched"
+            )
             url = await call(
                 member.actor.start.remote(), f"{member.name}: start its engine", config.engine_start_timeout + 30
             )

@@ -24,6 +24,7 @@ from miles_disagg.replica.staging import DiskStager
 from miles_disagg.replica.wire import parse_rid
 from miles_disagg.rollout.host import EngineHost, HostSpec
 from miles_disagg.store.base import StoreError, open_store
+from miles_disagg.store.shared import shared_fetch
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.store.watch import PollingSource
 
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gateway", required=True, action="append", help="URL of a gateway; may be given several times")
     p.add_argument("--base-checkpoint", help="the run's base checkpoint here (default: the engine's model path)")
     p.add_argument("--local-checkpoint-dir", required=True, help="directory for materialized versions, this one's own")
+    p.add_argument("--shared-fetch-dir", help="directory that replicas on this host share: they fetch a version once")
     p.add_argument("--replica-id", help="its name everywhere (default: made of host name and engine port)")
     p.add_argument("--engine-api-key-file", help="file with the engine's API key")
     p.add_argument("--pause-generation-mode", choices=PAUSE_MODES, default="in_place", help="requests at an update")
@@ -99,7 +101,10 @@ async def _serve(args: argparse.Namespace) -> int:
         limits=ActivationLimits(drain=args.drain_seconds),
         verify_interval=args.verify_interval,
     )
-    store = VersionStore(open_store(args.store))
+    objects = open_store(args.store)
+    if args.shared_fetch_dir:
+        objects = shared_fetch(objects, Path(args.shared_fetch_dir).expanduser())
+    store = VersionStore(objects)
     directory = Path(args.local_checkpoint_dir).expanduser()
     host = EngineHost(
         spec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,18 +12,19 @@ from miles_disagg.replica.staging import DiskStager
 from miles_disagg.rollout.actor import StagingSpec
 from miles_disagg.rollout.host import EngineHost, HostSpec
 from miles_disagg.store.base import open_store
+from miles_disagg.store.shared import shared_fetch
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.store.watch import PollingSource
 
 
 @ray.remote(max_restarts=0)
 class ServiceReplica:
-    """One engine, its replica and its reconciler."""
+    """One engine, its replica and its reconciler. shared: directory of the node's replicas for fetched versions."""
 
-    def __init__(self, spec: HostSpec, staging: StagingSpec):
+    def __init__(self, spec: HostSpec, staging: StagingSpec, shared: Path):
         if spec.listen.host in ("0.0.0.0", "::"):
             spec = replace(spec, listen=replace(spec.listen, advertise_host=ray.util.get_node_ip_address()))
-        store = VersionStore(open_store(staging.store_url))
+        store = VersionStore(shared_fetch(open_store(staging.store_url), shared))
 
         def stager() -> DiskStager:
             return DiskStager(store, staging.directory, staging.base, reader=spec.replica_id)
