@@ -71,9 +71,21 @@ class Plugin:
     async def commit(self, identity: str, version: str) -> None:
         """Scatter what was staged, stamp `version`. EngineError if a rank did not."""
         await self._hook({"op": "commit", "id": identity}, version)
-        for answer in await self.ask("result", id=identity):
-            if not answer["result"]["ok"]:
-                raise EngineError(f"in-place scatter failed: {answer['result']['error']}")
+        for rank in range(self._ranks):
+            result = self._result(identity, rank)
+            if not result["ok"]:
+                raise EngineError(f"in-place scatter failed on rank {rank}: {result['error']}")
+
+    def _result(self, identity: str, rank: int) -> dict[str, Any]:
+        """What the plugin wrote before the engine answered."""
+        assert self._directory is not None
+        try:
+            path = self._directory / f"{identity}-{rank}.json"
+            result = json.loads(path.read_text())
+            path.unlink()
+        except (OSError, ValueError) as error:
+            return {"ok": False, "error": f"the plugin wrote no result ({error})"}
+        return result
 
     async def ask(self, op: str, **fields: Any) -> list[dict[str, Any]]:
         """Ask every rank's session; their answers. InPlaceUnavailable with the first error."""
