@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,10 +133,10 @@ class Load:
 
     async def _one(self, number: int) -> None:
         rng = np.random.default_rng(number)
-        for turn in range(10_000):
+        while True:
             body = {
                 "input_ids": rng.integers(10, self._vocab, 32).tolist(),
-                "rid": f"load-{number}-{turn}",
+                "rid": uuid.uuid4().hex,
                 "sampling_params": {"max_new_tokens": 2048, "ignore_eos": True, "temperature": 1.0},
             }
             seen = 0

@@ -211,6 +211,18 @@ class InPlaceLoader:
             self.reloaded.append((target.ref, reason))
             del self.reloaded[:-1000]
 
+    async def _follow(self, target: Materialized) -> None:
+        """After a reload, under the pause: the map still holds (a commit checks that nothing moved), so it is recorded
+        anew only where the session is gone."""
+        if self._open:
+            try:
+                await self.plugin.ask("discard")
+                self._holds = target.ref
+                return
+            except InPlaceUnavailable:
+                pass
+        await self.reopen(target.ref, target.path)
+
     def _why_not(self, target: Materialized) -> str | None:
         if not self._open:
             return "no session is open in the engine"
@@ -246,7 +258,7 @@ class InPlaceLoader:
             if touched:  # the refused reload changed nothing, but the scatter may have
                 raise EngineError(f"after a failed scatter the checkpoint could not be reloaded: {error}") from error
             raise
-        await self.reopen(target.ref, target.path)
+        await self._follow(target)
 
 
 def _scratch() -> str | None:

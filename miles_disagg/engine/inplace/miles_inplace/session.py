@@ -147,8 +147,9 @@ class Session:
         return {"elements": staged.elements, "changed": staged.changed}
 
     def _do_discard(self) -> dict[str, Any]:
+        """Forget what was staged, and the fingerprint: the weights were reloaded by others."""
         with self._lock:
-            self._staged = None
+            self._staged = self._tracked = None
         return {}
 
     def _do_verify(self) -> dict[str, Any]:
