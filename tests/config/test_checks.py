@@ -119,6 +119,12 @@ REFUSED = [
     ("--custom-update-weight-post-write-path a.b", "--custom-update-weight-post-write-path is for versions on disk"),
     ("--custom-update-weight-pre-read-path a.b", "--custom-update-weight-pre-read-path is for versions on disk"),
     ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files is for"),
+    ("--activation in-place", "--activation in-place scatters deltas"),
+    ("--actor-gpu-fraction 0.5 --actor-num-gpus-per-node 2", "--actor-num-gpus-per-node is 2: make it 1"),
+    (
+        "--rollout-engine sglang --rollout-num-gpus 1 --actor-gpu-fraction 0.5 --rollout-gpu-fraction 0.5",
+        "NCCL refuses two processes on one GPU",
+    ),
     ("--update-weight-disk-dir gs://b/p", "only a directory, file:// and s3://"),
     ("--update-weight-local-checkpoint-dir s3://b", "must be a local directory"),
     # pacing
