@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from miles_disagg.domain.errors import InvalidRequest
+
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 # Sampling parameters whose state lies in the tokens generated so far: such a request cannot be continued as a prompt.
 _STATEFUL = (
@@ -155,8 +157,12 @@ class OpenAIAssembler:
         self.engine_version: str | None = None
         prompts = body.get("prompt")
         batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
-        self._expected = batch * int(body.get("n") or 1)  # choices
-        options = body.get("stream_options") or {}
+        choices, options = body.get("n") or 1, body.get("stream_options") or {}
+        if isinstance(choices, bool) or not isinstance(choices, int) or choices < 1:
+            raise InvalidRequest(f"n: must be a positive integer, got {choices!r}")
+        if not isinstance(options, Mapping):
+            raise InvalidRequest("stream_options: must be an object")
+        self._expected = batch * choices
         self._usage_wanted = bool(options.get("include_usage"))
         self._continuous_wanted = bool(options.get("continuous_usage_stats"))
         self._head: dict[str, Any] = {}

@@ -95,7 +95,7 @@ def test_a_second_run_on_a_publication_directory_in_use_is_refused(tiny_checkpoi
         assert not (tmp_path / "two" / "metrics.jsonl").exists() or not (tmp_path / "two" / "metrics.jsonl").read_text()
         first.wait_for_steps(3, timeout=60)
     finally:
-        os.killpg(first.process.pid, signal.SIGTERM)
+        first.process.terminate()  # what a supervisor does
     assert first.wait(timeout=90) == 130
     assert processes.gone(first.marker, timeout=20) == []
 
@@ -103,13 +103,15 @@ def test_a_second_run_on_a_publication_directory_in_use_is_refused(tiny_checkpoi
 @pytest.mark.slow
 def test_a_run_is_submitted_as_a_ray_job_with_token_authentication(tiny_checkpoint, tmp_path, tmp_path_factory):
     marker, short = uuid.uuid4().hex, Path("/tmp") / f"md{uuid.uuid4().hex[:6]}"  # socket paths must stay short
-    env = {**os.environ, "RAY_AUTH_MODE": "token", MARKER: marker, "HOME": str(tmp_path)}
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    head_env = {**bare, MARKER: marker, "HOME": str(tmp_path)}  # a fresh home: Ray makes the token there
+    env = {**head_env, "RAY_AUTH_MODE": "token"}
     ray = str(Path(sys.executable).with_name("ray"))
     ports = [str(free_port()) for _ in range(2)]
     head = subprocess.Popen(
         [ray, "start", "--head", "--block", "--port", ports[0], "--dashboard-port", ports[1], "--num-cpus", "4",
          "--dashboard-host", "127.0.0.1", "--disable-usage-stats", "--temp-dir", str(short)],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=head_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         wait_for_port(int(ports[1]), head, timeout=120)
@@ -120,7 +122,7 @@ def test_a_run_is_submitted_as_a_ray_job_with_token_authentication(tiny_checkpoi
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert (summary["status"], summary["steps"]) == ("completed", 2)
     finally:
-        os.killpg(head.pid, signal.SIGTERM)
+        head.terminate()
         head.wait(timeout=60)
         for pid in processes.gone(marker, timeout=20):
             os.kill(pid, signal.SIGKILL)

@@ -59,7 +59,13 @@ def weed_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for name, port in ports.items():
         part, _, kind = name.partition(".")
         command.append(f"-{part}.port{'.grpc' if kind else ''}={port}")
-    command += ["-master.volumeSizeLimitMB=64", "-volume.max=20", "-s3.port.https=0", "-s3.port.iceberg=0"]
+    command += [
+        "-master.volumeSizeLimitMB=64",
+        "-volume.max=20",
+        "-s3.port.https=0",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+    ]
     with open(base / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     endpoint = f"http://127.0.0.1:{ports['s3']}"

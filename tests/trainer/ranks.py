@@ -10,6 +10,7 @@ import importlib
 import multiprocessing as mp
 import os
 import queue
+import random
 import socket
 import traceback
 from dataclasses import dataclass, field
@@ -68,14 +69,14 @@ def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> 
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Ports below the ephemeral range: a job may listen on its port a minute later, and no client gets it meanwhile."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            if port not in found and probe.connect_ex(("127.0.0.1", port)):
+                found.append(port)
+    return found
 
 
 def _rank_main(rank: int, world_size: int, ports: list[int], jobs: dict[str, Job], results: Any) -> None:

@@ -168,11 +168,7 @@ def test_source_ranks_number_their_files_without_gaps_and_publish_each_tensor_on
     assert delta.checksum("embed") == digest(tied_new)
     assert written[0].nbytes == os.path.getsize(tmp_path / "v" / plans[0].file)
     assert written[0].digest == digest((tmp_path / "v" / plans[0].file).read_bytes())
-    snapshots = [{n: ("U8", old.copy()) for n, (_, old) in t.items()} for t in per_rank]
-    for writer, snapshot, tensors in zip(writers, snapshots, per_rank, strict=True):
-        writer.advance(snapshot)  # also the copies that another rank published
-        for name, (new, _) in tensors.items():
-            np.testing.assert_array_equal(snapshot[name][1], new)
+    for writer in writers:
         writer.close()
     assert sorted(p.name for p in (tmp_path / "v").iterdir()) == sorted({*weight_map.values(), INDEX_FILE})
 
