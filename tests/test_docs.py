@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [p for p in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
 SHELL = {"bash", "sh", "shell", "console"}
 # Flags of Ray and SGLang that prose may name.
-FOREIGN = {"--working-dir", "--head", "--address", "--dashboard-host", "--logdir"}
+FOREIGN = {"--working-dir", "--head", "--address", "--dashboard-host", "--logdir", "--generate"}
 FOREIGN |= {"--custom-weight-loader", "--disable-radix-cache", "--sleep-on-idle", "--mem-fraction-static"}
 # Programs whose own options are their business.
 OTHERS = {

@@ -104,14 +104,14 @@ def test_a_second_run_on_a_publication_directory_in_use_is_refused(tiny_checkpoi
 def test_a_run_is_submitted_as_a_ray_job_with_token_authentication(tiny_checkpoint, tmp_path, tmp_path_factory):
     marker, short = uuid.uuid4().hex, Path("/tmp") / f"md{uuid.uuid4().hex[:6]}"  # socket paths must stay short
     bare = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    head_env = {**bare, MARKER: marker, "HOME": str(tmp_path)}  # a fresh home: Ray makes the token there
-    env = {**head_env, "RAY_AUTH_MODE": "token"}
+    env = {**bare, MARKER: marker, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
     ray = str(Path(sys.executable).with_name("ray"))
+    subprocess.run([ray, "get-auth-token", "--generate"], env=env, check=True, capture_output=True, timeout=60)
     ports = [str(free_port()) for _ in range(2)]
     head = subprocess.Popen(
         [ray, "start", "--head", "--block", "--port", ports[0], "--dashboard-port", ports[1], "--num-cpus", "4",
          "--dashboard-host", "127.0.0.1", "--disable-usage-stats", "--temp-dir", str(short)],
-        env=head_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         wait_for_port(int(ports[1]), head, timeout=120)
