@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,10 +108,11 @@ def test_a_run_is_submitted_as_a_ray_job_with_token_authentication(tiny_checkpoi
     env = {**bare, MARKER: marker, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
     ray = str(Path(sys.executable).with_name("ray"))
     subprocess.run([ray, "get-auth-token", "--generate"], env=env, check=True, capture_output=True, timeout=60)
-    ports = [str(free_port()) for _ in range(2)]
+    ports = [str(free_port()) for _ in range(3)]
     head = subprocess.Popen(
         [ray, "start", "--head", "--block", "--port", ports[0], "--dashboard-port", ports[1], "--num-cpus", "4",
-         "--dashboard-host", "127.0.0.1", "--disable-usage-stats", "--temp-dir", str(short)],
+         "--dashboard-agent-listen-port", ports[2], "--dashboard-host", "127.0.0.1", "--disable-usage-stats",
+         "--temp-dir", str(short)],
         env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -126,6 +128,7 @@ def test_a_run_is_submitted_as_a_ray_job_with_token_authentication(tiny_checkpoi
         head.wait(timeout=60)
         for pid in processes.gone(marker, timeout=20):
             os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(short, ignore_errors=True)
 
 
 def free_port() -> int:
