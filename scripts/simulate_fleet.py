@@ -1,10 +1,11 @@
 """A fleet of thousands of replicas in one process: real reconcilers, gates, sessions and router; the rest is simulated.
 
 Simulated: the clock (virtual seconds), engines (a token is the version that wrote it, so that attribution can be
-checked), links to the store (a region each, with latency and bandwidth), publications and churn. Every request carries
-a constraint; every answer is checked. With --json the last line of stdout is one object: `convergence_ratio` (of the
-fleet's 99th percentile to a replica alone), `origin_egress_deltas` (deltas that the store sent, for each publication),
-`violations`.
+checked), links (a region each, with latency and bandwidth, ten times that within the region; a host that sends to
+several shares its link among them), publications and churn. With relays (the real ones, on simulated links), replicas
+fetch from each other; --no-relay lets each read from the store. Every request carries a constraint; every answer is
+checked. With --json the last line of stdout is one object: `convergence_ratio` (of the fleet's 99th percentile to a
+replica alone), `origin_egress_deltas` (deltas that the store sent, for each publication), `violations`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import selectors
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,18 +64,27 @@ from miles_disagg.gateway.router import Member, Router  # noqa: E402
 from miles_disagg.replica.base import Materialized  # noqa: E402
 from miles_disagg.replica.reconciler import Reconciler, ReconcilerSettings  # noqa: E402
 from miles_disagg.replica.registration import Registration  # noqa: E402
+from miles_disagg.replica.relay import PeerFailed, Relay, RelaySettings  # noqa: E402
 from miles_disagg.replica.replica import Replica, ReplicaSettings  # noqa: E402
 from miles_disagg.replica.wire import parse_requests  # noqa: E402
+from miles_disagg.store.publication import FileProof  # noqa: E402
 from miles_disagg.store.watch import PollingSource  # noqa: E402
+from miles_disagg.weights.digest import digest  # noqa: E402
 
 RUN = "sim"
 SETTINGS = ReconcilerSettings(poll=30.0, engine_check=10.0)
+BLOCKS = 8  # a delta is so many bytes here, each stands for a block
+RELAYING = RelaySettings(block=1, slowest=0.25 * BLOCKS)
+CONNECT_SECONDS = 2.0
+LOCAL = 10.0
 
 
 @dataclass(frozen=True)
 class Region:
-    """latency: seconds to the store and back; bandwidth: deltas a second of one replica's link."""
+    """latency: seconds to the store, or to another region, and back; bandwidth: deltas a second of one host's link to
+    the world. Within the region a host's link is `LOCAL` times as fast and 1 ms long."""
 
+    name: str
     latency: float
     bandwidth: float
 
@@ -92,11 +103,17 @@ class Origin:
         """Newest published version."""
         return max(self.published)
 
-    def cost(self, have: int | None, target: int) -> float:
-        """Deltas' bytes to get from `have` (None: the base, here already) to `target`, by the cheaper way."""
-        anchor = target - target % self.anchor_every
-        by_anchor = self.anchor_deltas + target - anchor if anchor else float("inf")
-        return min(float(target - (have or 0)), by_anchor)
+    def plan(self, have: int | None, target: int) -> dict[str, float]:
+        """Files to get from `have` (None: the base, here already) to `target` by the cheaper way, in deltas' bytes."""
+        anchor, start, first = target - target % self.anchor_every, have or 0, {}
+        if anchor > start and self.anchor_deltas + target - anchor < target - start:
+            first, start = {f"anchor {anchor}": self.anchor_deltas}, anchor
+        return first | {f"delta {version}": 1.0 for version in range(start + 1, target + 1)}
+
+    def bytes_of(self, key: str) -> bytes:
+        """Contents of a file: a byte for each block, another one for each file."""
+        size = BLOCKS * (self.anchor_deltas if key.startswith("anchor") else 1.0)
+        return bytes([int(digest(key.encode())[:2], 16)]) * int(size)
 
 
 class SimSource(PollingSource):
@@ -112,20 +129,84 @@ class SimSource(PollingSource):
         return VersionRef(RUN, self._origin.newest)
 
 
-class SimStager:
-    """Takes the time that the bytes and their application take."""
+class MemorySpool:
+    """A relay's spool."""
 
-    def __init__(self, origin: Origin, region: Region, rng: random.Random):
-        self._origin, self._region, self._rng = origin, region, rng
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    async def append(self, data: bytes) -> None:
+        self._data += data
+
+    async def read(self, begin: int, end: int) -> bytes:
+        return bytes(self._data[begin:end])
+
+    async def clear(self) -> None:
+        self._data.clear()
+
+    def remove(self) -> None:
+        self._data.clear()
+
+
+class SimLinks:
+    """A relay's links: the bytes are real, the seconds simulated."""
+
+    def __init__(self, origin: Origin, region: Region, find: Callable[[str], SimReplica | None], rng: random.Random):
+        self._origin, self._region, self._find, self._rng = origin, region, find, rng
+
+    async def from_origin(self, key: str, nbytes: int, block: int) -> AsyncGenerator[bytes, None]:
+        speed = BLOCKS * self._region.bandwidth * self._rng.uniform(0.8, 1.25)
+        await asyncio.sleep(self._region.latency)
+        for byte in self._origin.bytes_of(key):
+            await asyncio.sleep(1 / speed)
+            self._origin.sent += 1 / BLOCKS
+            yield bytes([byte])
+
+    async def from_peer(self, url: str, key: str, block: int) -> AsyncGenerator[bytes, None]:
+        peer = self._find(url)
+        if peer is None:
+            await asyncio.sleep(CONNECT_SECONDS)
+            raise PeerFailed("no answer")
+        near, begun = peer.region is self._region, False
+        await asyncio.sleep(0.001 if near else self._region.latency)
+        peer.sending += 1
+        try:
+            async with aclosing(peer.relay.pass_on(key)) as blocks:
+                async for data in blocks:
+                    if peer.engine.dead:
+                        raise PeerFailed("gone", begun)
+                    speed = min(self._region.bandwidth, peer.region.bandwidth / peer.sending)
+                    if near:
+                        speed = LOCAL * self._region.bandwidth / peer.sending
+                    await asyncio.sleep(len(data) / (BLOCKS * speed * self._rng.uniform(0.8, 1.25)))
+                    begun = True
+                    yield data
+        finally:
+            peer.sending -= 1
+
+    async def proof(self, key: str) -> FileProof:
+        await asyncio.sleep(self._region.latency)
+        data = self._origin.bytes_of(key)
+        return FileProof(len(data), digest(data))
+
+    def spool(self, key: str, proof: FileProof) -> MemorySpool:
+        return MemorySpool()
+
+
+class SimStager:
+    """Fetches through the relay; takes the time that applying takes."""
+
+    def __init__(self, origin: Origin, links: SimLinks, relay: Relay):
+        self._origin, self._links, self._relay = origin, links, relay
         self._have: int | None = None
 
     async def materialize(self, target: VersionRef) -> Materialized:
         """Fetch and apply."""
-        begun, deltas = time.monotonic(), self._origin.cost(self._have, target.version)
-        self._origin.sent += deltas
-        await asyncio.sleep(2 * self._region.latency + deltas / self._region.bandwidth * self._rng.uniform(0.8, 1.25))
+        begun, plan = time.monotonic(), self._origin.plan(self._have, target.version)
+        for key in plan:
+            await self._relay.fetch(key, await self._links.proof(key))
         fetched = time.monotonic()
-        await asyncio.sleep(0.3 + 0.1 * deltas)
+        await asyncio.sleep(0.3 + 0.1 * sum(plan.values()))
         self._have = target.version
         seconds = {"fetch": fetched - begun, "materialize": time.monotonic() - fetched}
         return Materialized(target, Path("/sim"), seconds=seconds)
@@ -184,14 +265,20 @@ class SimEngine:
 class SimReplica:
     """One replica: the real thing around a simulated engine, with its two loops."""
 
-    def __init__(self, name: str, origin: Origin, region: Region, router: Router, beat: float, rng: random.Random):
-        self.name, self._router, self._beat, self._rng = name, router, beat, rng
+    def __init__(self, name: str, fleet: Fleet, region: Region, rng: random.Random):
+        self.name, self._router, self._beat, self._rng = name, fleet.router, fleet.beat, rng
+        self.region, self.sending = region, 0
         self.engine = SimEngine(name, rng)
         self.replica = Replica(ReplicaSettings(name), self.engine)  # type: ignore[arg-type]
         self.served: dict[int, float] = {}
-        source, stager = SimSource(origin, region), SimStager(origin, region, rng)
+        links = SimLinks(fleet.origin, region, lambda url: fleet.live.get(url.removeprefix("http://")), rng)
+        self.relay = Relay(name, links, RELAYING)
+        if not fleet.relaying:
+            self.relay.follow(())
+        source, stager = SimSource(fleet.origin, region), SimStager(fleet.origin, links, self.relay)
         self.reconciler = Reconciler(self.replica, source, stager, sink=self, settings=SETTINGS)
-        self._message = Registration(self.replica, f"http://{name}", ()).message
+        relay = self.relay if fleet.relaying else None
+        self._registration = Registration(self.replica, self.engine.url, (), relay=relay, zone=region.name, host=name)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def record_activation(self, replica_id: str, ref: VersionRef, at: float) -> None:
@@ -206,7 +293,8 @@ class SimReplica:
     async def _heart(self) -> None:
         await asyncio.sleep(self._rng.uniform(0, self._beat))
         while True:
-            self._router.heartbeat(self._message())
+            member = self._router.heartbeat(self._registration.message())
+            self._registration.hear({"relays": self._router.relays_above(member)})
             await self.replica.gate.wait_changed(self._beat)
 
     def kill(self) -> None:
@@ -220,11 +308,14 @@ class SimReplica:
 class Fleet:
     """Replicas in their regions, a router, churn, load, and what went wrong."""
 
-    def __init__(self, count: int, regions: int, seed: int):
+    def __init__(self, count: int, regions: int, seed: int, relaying: bool):
+        self.relaying = relaying
         self.rng, self.origin = random.Random(seed), Origin()
         self.beat = 1.0 if count <= 2000 else 2.0
         self.router = Router(expiry=5.0 * self.beat, rng=random.Random(seed))
-        self.regions = [Region(self.rng.uniform(0.005, 0.25), self.rng.uniform(1.0, 3.0)) for _ in range(regions)]
+        self.regions = [
+            Region(f"region-{i}", self.rng.uniform(0.005, 0.25), self.rng.uniform(1.0, 3.0)) for i in range(regions)
+        ]
         self.live: dict[str, SimReplica] = {}
         self._names = iter(range(10**9))
         self.count, self.requests, self.answered, self.violations, self.refused = count, 0, 0, 0, 0
@@ -234,7 +325,7 @@ class Fleet:
         number = next(self._names)
         region = self.regions[number % len(self.regions)]
         rng = random.Random(self.rng.random())
-        replica = SimReplica(f"r{number}", self.origin, region, self.router, self.beat, rng)
+        replica = SimReplica(f"r{number}", self, region, rng)
         self.live[replica.name] = replica
         await replica.start()
 
@@ -306,7 +397,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 async def simulate(args: argparse.Namespace, count: int) -> dict[str, Any]:
     """One fleet through all publications."""
-    fleet = Fleet(count, args.regions, args.seed)
+    fleet = Fleet(count, args.regions, args.seed, args.relay)
     for _ in range(count):
         await fleet.add()
     await asyncio.sleep(20.0)
@@ -360,12 +451,15 @@ def main() -> None:
     parser.add_argument("--churn", type=float, default=0.01, help="share of the replicas replaced in a minute")
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-relay", dest="relay", action="store_false", help="everybody reads from the store")
     args = parser.parse_args()
-    alone = [run(argparse.Namespace(**{**vars(args), "seed": seed, "rate": 0.5}), 1) for seed in range(20)]
+    apart = {"rate": 0.5, "relay": False}
+    alone = [run(argparse.Namespace(**{**vars(args), **apart, "seed": seed}), 1) for seed in range(20)]
     single = statistics.mean(one["seconds"]["p50"] for one in alone)
     fleet = run(args, args.replicas)
     result = {
         "replicas": args.replicas,
+        "relay": args.relay,
         "convergence_ratio": round(fleet["seconds"]["p99"] / single, 2),
         "origin_egress_deltas": round(fleet["origin_egress_deltas"], 1),
         "violations": fleet["violations"] + sum(one["violations"] for one in alone),

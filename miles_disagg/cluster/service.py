@@ -115,7 +115,7 @@ class RolloutService:
             }
             actor_class: Any = ServiceReplica
             member.actor = actor_class.options(**options).remote(
-                *self._specs(member.name), config.directory / "fetched"
+                *self._specs(member.name), config.directory / "fetched", config.relay
             )
             url = await call(
                 member.actor.start.remote(), f"{member.name}: start its engine", config.engine_start_timeout + 30
@@ -151,6 +151,7 @@ class RolloutService:
             start_timeout=config.engine_start_timeout,
             limits=ActivationLimits(drain=config.drain_seconds),
             verify_interval=config.verify_interval,
+            zone=config.relay_zone,
         )
         return spec, StagingSpec(config.store, config.directory / "replicas" / name, config.base)
 

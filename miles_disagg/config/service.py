@@ -78,6 +78,10 @@ class ServiceConfig(Section):
     """For one whole answer."""
     version_wait: Seconds = 10.0
     """For a compatible replica to appear, then 409."""
+    relay: bool = False
+    """Replicas fetch versions from each other, so that the store is read a few times, not once a node."""
+    relay_zone: str = ""
+    """Where these nodes are; nodes of one zone fetch from each other, and the zone's first from another zone."""
     verify_interval: Seconds = 60.0
     """Between looks at a replica's live weights."""
     placement_timeout: Seconds = 900.0
@@ -174,6 +178,8 @@ def _wiring(config: ServiceConfig) -> Iterator[str]:
             yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs"
         if config.sglang_python:
             yield "--sglang-python has no effect without --rollout-engine sglang: give both"
+    if config.relay_zone and not config.relay:
+        yield "--relay-zone has no effect without --relay: give both"
     if config.run_id is not None:
         try:
             check_run_id(config.run_id)

@@ -221,9 +221,9 @@ class GatewayApp:
 
     async def _register(self, request: web.Request) -> web.Response:
         member = self._router.heartbeat(parse_json(await request.read()))
-        return json_response(
-            {"gateway_id": self.gateway_id, "replica_id": member.replica_id, "expiry": self.settings.expiry}
-        )
+        answer = {"gateway_id": self.gateway_id, "replica_id": member.replica_id, "expiry": self.settings.expiry}
+        above = self._router.relays_above(member)
+        return json_response(answer if above is None else {**answer, "relays": above})
 
     async def _unregister(self, request: web.Request) -> web.Response:
         known = self._router.goodbye(check_replica_id(request.match_info["replica_id"]))

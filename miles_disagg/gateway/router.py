@@ -24,6 +24,7 @@ from miles_disagg.domain.errors import (
     WeightVersionNotReady,
 )
 from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id, version_directory
+from miles_disagg.gateway.relays import RelayPoint, RelayTree
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 _URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]{1,255}/?")
@@ -100,6 +101,7 @@ class Router:
         self._runs: list[str] = []  # in order of first sight as somebody's latest
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()
+        self._relays = RelayTree()
 
     # --- membership ---------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Router:
                 if other is not member and other.fingerprint and fingerprint and other.fingerprint[0] == fingerprint[0]:
                     self._judge(other)
         self._judge(member)
+        self._relays.put(replica_id, _relay_point(message, replica_id, url))
         member.active = _version(message, "active_requests") or 0
         member.max_in_flight = limit
         member.phase_timings = message.get("phase_timings", {})
@@ -170,6 +173,10 @@ class Router:
             member.ready = False
             member.reason = f"fingerprint {live[:12]} of its live weights is not the published {published[:12]}"
 
+    def relays_above(self, member: Member) -> tuple[str, ...] | None:
+        """Whom a member should fetch version files from, the nearest first; None if it does not relay."""
+        return self._relays.above(member.replica_id, self._clock())
+
     def goodbye(self, replica_id: str) -> bool:
         """A replica leaves. False if it was not known."""
         member = self._members.get(replica_id)
@@ -191,6 +198,7 @@ class Router:
 
     def _remove(self, member: Member, reason: str, *, interrupt: bool = True) -> None:
         member.ready, member.state, member.reason = False, "gone", reason
+        self._relays.put(member.replica_id, None)
         del self._members[member.replica_id]
         self._list.remove(member)
         self._forget_runs()
@@ -370,6 +378,17 @@ def _fingerprint(message: Mapping[str, Any]) -> tuple[str, str, str] | None:
     if not (isinstance(version, str) and isinstance(published, str) and isinstance(live, str)):
         raise InvalidRequest("fingerprint: must be null or an object with the texts version, published and live")
     return version, published, live
+
+
+def _relay_point(message: Mapping[str, Any], replica_id: str, url: str) -> RelayPoint | None:
+    value = message.get("relay")
+    if value is None:
+        return None
+    fields = value if isinstance(value, dict) else {}
+    zone, host = fields.get("zone"), fields.get("host")
+    if not (isinstance(zone, str) and isinstance(host, str) and max(len(zone), len(host)) <= 200):
+        raise InvalidRequest("relay: must be null or an object with the texts zone and host")
+    return RelayPoint(zone, host, replica_id, url)
 
 
 def _weight(session_id: str, replica_id: str) -> bytes:

@@ -16,10 +16,12 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_disagg.domain.errors import EngineError, InvalidRequest
+from miles_disagg.domain.errors import CheckpointError, EngineError, InvalidRequest
 from miles_disagg.replica.exposition import CONTENT_TYPE, Family, Histogram, render
 from miles_disagg.replica.reconciler import Reconciler
 from miles_disagg.replica.registration import Registration
+from miles_disagg.replica.relay import PeerFailed
+from miles_disagg.replica.relay_links import RelayedStore
 from miles_disagg.replica.replica import Replica
 from miles_disagg.replica.server import HttpServer, error_response, guard, json_response, plain_error
 from miles_disagg.replica.wire import (
@@ -30,6 +32,7 @@ from miles_disagg.replica.wire import (
     parse_json,
     parse_requests,
 )
+from miles_disagg.store.base import check_key
 
 MAX_BODY_BYTES = 64 * 2**20
 
@@ -44,8 +47,9 @@ class ReplicaApp:
         *,
         token: str | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        relay: RelayedStore | None = None,
     ):
-        self._replica, self._reconciler = replica, reconciler
+        self._replica, self._reconciler, self._relay = replica, reconciler, relay
         self._seconds = Histogram()
         self._statuses: dict[int, int] = {}
         self.app = web.Application(client_max_size=max_body_bytes, middlewares=[guard(token)])
@@ -56,6 +60,7 @@ class ReplicaApp:
         self.app.router.add_get("/get_server_info", self._server_info)
         self.app.router.add_post("/wake", self._wake)
         self.app.router.add_get("/metrics", self._metrics)
+        self.app.router.add_get("/relay/{key:.+}", self._pass_on)
         for name in CONTROL_ROUTES:
             self.app.router.add_route("*", f"/{name}", blocked)
 
@@ -145,6 +150,32 @@ class ReplicaApp:
             self._reconciler.wake()
         return json_response({"ok": True})
 
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """A version file for another host. Breaking off is how the other side learns that it is not whole."""
+        if self._relay is None:
+            return plain_error(404, "NotFound", "this replica does not relay (--relay)")
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        try:
+            key = check_key(request.match_info["key"])
+        except CheckpointError as error:
+            raise InvalidRequest(str(error)) from None
+        async with aclosing(self._relay.relay.pass_on(key)) as blocks:
+            try:
+                first = await anext(blocks, b"")
+            except PeerFailed as error:
+                return plain_error(404, "NotFound", str(error))
+            await response.prepare(request)
+            try:
+                await response.write(first)
+                async for block in blocks:
+                    await response.write(block)
+            except PeerFailed as error:
+                if request.transport is not None:
+                    request.transport.abort()
+                raise ConnectionAbortedError(str(error)) from error
+            await response.write_eof()
+        return response
+
     async def _metrics(self, request: web.Request) -> web.Response:
         replica, totals = self._replica, self._replica.sessions.totals
         gate = replica.gate
@@ -162,6 +193,8 @@ class ReplicaApp:
         for report in replica.activator.history:
             pauses.observe(report.pause_seconds)
         families = [Family(name, "gauge", text, ((labels, value),)) for name, text, value in gauge]
+        if self._relay is not None:
+            totals = totals | {f"relay_{name}": n for name, n in self._relay.relay.totals.items()}
         families += [
             Family(f"miles_replica_{name}_total", "counter", f"{name} so far", ((labels, float(n)),))
             for name, n in totals.items()
@@ -223,6 +256,7 @@ class ReplicaServer:
     def __init__(self, replica: Replica, http: HttpServer, loop: asyncio.Task[None] | None, heart: Registration | None):
         self.replica, self.url = replica, http.url
         self._http, self._loop, self._heart = http, loop, heart
+        self.relay: RelayedStore | None = None
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Say goodbye, let requests in flight finish for up to `drain_seconds`, end the rest, stop listening.
@@ -236,6 +270,8 @@ class ReplicaServer:
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
+        if self.relay is not None:
+            await self.relay.close()
         await self.replica.close()
         await self._http.stop()
 
@@ -252,14 +288,23 @@ async def serve(
     heartbeat_seconds: float = 1.0,
     max_body_bytes: int = MAX_BODY_BYTES,
     tls: ssl.SSLContext | None = None,
+    relay: RelayedStore | None = None,
+    zone: str = "",
 ) -> ReplicaServer:
     """Serve `replica` in the running event loop: HTTP on `port` (0: ephemeral), its reconciler, heartbeats to
-    `gateways`. OSError if the port is taken."""
-    app = ReplicaApp(replica, reconciler, token=token, max_body_bytes=max_body_bytes).app
+    `gateways`, version files to other hosts of `relay`. OSError if the port is taken."""
+    app = ReplicaApp(replica, reconciler, token=token, max_body_bytes=max_body_bytes, relay=relay).app
+    if relay is not None:
+        relay.start()
     http = await HttpServer.start(app, host=host, port=port, tls=tls, advertise_host=advertise_host)
     loop = None if reconciler is None else asyncio.create_task(reconciler.run(), name=f"reconcile {replica.replica_id}")
     heart = None
     if gateways:
-        heart = Registration(replica, http.url, gateways, token=token, interval=heartbeat_seconds)
+        heart = Registration(
+            replica, http.url, gateways, token=token, interval=heartbeat_seconds,
+            relay=relay and relay.relay, zone=zone,
+        )  # fmt: skip
         heart.start()
-    return ReplicaServer(replica, http, loop, heart)
+    server = ReplicaServer(replica, http, loop, heart)
+    server.relay = relay
+    return server

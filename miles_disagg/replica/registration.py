@@ -7,22 +7,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from miles_disagg.replica.relay import Relay
 from miles_disagg.replica.replica import Replica
 
 log = logging.getLogger(__name__)
+
+
+def this_host() -> str:
+    """A name that the replicas of one machine share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class Registration:
     """Posts `replica`'s status to every gateway each `interval` seconds, and at once when what it serves changes."""
 
     def __init__(
-        self, replica: Replica, url: str, gateways: Sequence[str], *, token: str | None = None, interval: float = 1.0
+        self,
+        replica: Replica,
+        url: str,
+        gateways: Sequence[str],
+        *,
+        token: str | None = None,
+        interval: float = 1.0,
+        relay: Relay | None = None,
+        zone: str = "",
+        host: str | None = None,
     ):
+        self._relay, self._place = relay, {"zone": zone, "host": host or this_host()}
         self._replica, self._url, self._interval = replica, url, interval
         self._gateways = [g.rstrip("/") for g in gateways]
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -55,7 +76,13 @@ class Registration:
         status = self._replica.status()
         names = ("replica_id", "run_id", "applied", "latest", "state", "ready", "reason", "active_requests")
         names += ("phase_timings", "max_in_flight", "fingerprint")
-        return {"url": self._url, **{name: status[name] for name in names}}
+        relay = None if self._relay is None else self._place
+        return {"url": self._url, "relay": relay, **{name: status[name] for name in names}}
+
+    def hear(self, answer: dict[str, Any]) -> None:
+        """What a gateway answered."""
+        if self._relay is not None and (above := answer.get("relays")) is not None:
+            self._relay.follow(above)
 
     def _visible(self) -> tuple[Any, ...]:
         replica = self._replica
@@ -69,6 +96,7 @@ class Registration:
                 async with session.post(f"{gateway}/replicas", json=self.message()) as response:
                     if response.status != 200:
                         raise aiohttp.ClientError(f"status {response.status}: {(await response.text())[:200]}")
+                    self.hear(await response.json())
                 heard = True
             except (aiohttp.ClientError, TimeoutError) as error:
                 if heard:

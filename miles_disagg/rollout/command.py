@@ -20,6 +20,7 @@ from miles_disagg.engine.base import PAUSE_MODES
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.replica.activation import ActivationLimits
 from miles_disagg.replica.listen import add_arguments, listen_from, listen_problems, log_to_stderr, until_signal
+from miles_disagg.replica.relay_links import relayed
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.replica.wire import parse_rid
 from miles_disagg.rollout.host import EngineHost, HostSpec
@@ -38,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--base-checkpoint", help="the run's base checkpoint here (default: the engine's model path)")
     p.add_argument("--local-checkpoint-dir", required=True, help="directory for materialized versions, this one's own")
     p.add_argument("--shared-fetch-dir", help="directory that replicas on this host share: they fetch a version once")
+    p.add_argument("--relay", action="store_true", help="fetch versions from other replicas, and pass them on")
+    p.add_argument("--relay-zone", default="", help="where this host is: hosts of one zone fetch from each other")
     p.add_argument("--replica-id", help="its name everywhere (default: made of host name and engine port)")
     p.add_argument("--engine-api-key-file", help="file with the engine's API key")
     p.add_argument("--pause-generation-mode", choices=PAUSE_MODES, default="in_place", help="requests at an update")
@@ -70,6 +73,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--store: {error}"
     if args.base_checkpoint and not Path(args.base_checkpoint).expanduser().is_dir():
         yield f"--base-checkpoint {args.base_checkpoint}: no such directory"
+    if args.relay_zone and not args.relay:
+        yield "--relay-zone has no effect without --relay: give both"
     if args.replica_id is not None:
         try:
             parse_rid(args.replica_id, "--replica-id")
@@ -100,17 +105,22 @@ async def _serve(args: argparse.Namespace) -> int:
         max_in_flight=args.max_in_flight,
         limits=ActivationLimits(drain=args.drain_seconds),
         verify_interval=args.verify_interval,
+        zone=args.relay_zone,
     )
-    objects = open_store(args.store)
+    directory = Path(args.local_checkpoint_dir).expanduser()
+    objects, relay = open_store(args.store), None
+    if args.relay:
+        kept = directory.with_name(f"{directory.name}.relay")
+        objects, relay = relayed(objects, kept, replica_id, token=spec.listen.token)
     if args.shared_fetch_dir:
         objects = shared_fetch(objects, Path(args.shared_fetch_dir).expanduser())
     store = VersionStore(objects)
-    directory = Path(args.local_checkpoint_dir).expanduser()
     host = EngineHost(
         spec,
         source=PollingSource(store),
         stager=lambda: DiskStager(store, directory, base, reader=replica_id),
         sink=None,
+        relay=relay,
     )
     print(f"miles-disagg replica: {await host.start()} ({replica_id}, process {os.getpid()})", flush=True)
     await stop.wait()

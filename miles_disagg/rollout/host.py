@@ -28,6 +28,7 @@ from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable, Plug
 from miles_disagg.replica.listen import Listen
 from miles_disagg.replica.proof import ProvenStager, Prover
 from miles_disagg.replica.reconciler import Reconciler
+from miles_disagg.replica.relay_links import RelayedStore
 from miles_disagg.replica.replica import Replica, ReplicaSettings
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class HostSpec:
     command: how to start the engine's process (None: `engine_url` is an attached engine's). base: version of the
     checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
     URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
-    verify_interval: between looks at the live weights (None: never). Times in
+    verify_interval: between looks at the live weights (None: never). zone: where this host is, for relays. Times in
     seconds.
     """
 
@@ -84,6 +85,7 @@ class HostSpec:
     watch_interval: float = 0.5
     restart_limit: int = 5
     verify_interval: float | None = None
+    zone: str = ""
 
     @property
     def run_id(self) -> str | None:
@@ -101,7 +103,9 @@ class EngineHost:
         source: LatestSource | None,
         stager: Callable[[], Stager] | None,
         sink: ActivationSink | None,
+        relay: RelayedStore | None = None,
     ):
+        self._relay = relay
         self.spec, self._source, self._make_stager, self._sink = spec, source, stager, sink
         self.timeline = Timeline(spec.replica_id)
         self._process: launch.EngineProcess | None = None
@@ -140,7 +144,7 @@ class EngineHost:
                 if self._loader is not None and spec.base is not None:  # so that the first version has a patch too
                     await self._stager.materialize(spec.base)
                 reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink)
-            self._server = await _serve(self.replica, reconciler, spec)
+            self._server = await _serve(self.replica, reconciler, spec, self._relay)
             if served is not None and self._sink is not None:
                 await self._sink.record_activation(spec.replica_id, served, time.time())
         except BaseException:
@@ -307,7 +311,9 @@ class EngineHost:
             await self._process.stop()
 
 
-async def _serve(replica: Replica, reconciler: Reconciler | None, spec: HostSpec) -> ReplicaServer:
+async def _serve(
+    replica: Replica, reconciler: Reconciler | None, spec: HostSpec, relay: RelayedStore | None
+) -> ReplicaServer:
     listen = spec.listen
     return await serve(
         replica,
@@ -318,4 +324,6 @@ async def _serve(replica: Replica, reconciler: Reconciler | None, spec: HostSpec
         token=listen.token,
         tls=listen.tls.context() if listen.tls else None,
         gateways=spec.gateways,
+        relay=relay,
+        zone=spec.zone,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from miles_disagg.replica.relay_links import relayed
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.rollout.actor import StagingSpec
 from miles_disagg.rollout.host import EngineHost, HostSpec
@@ -19,17 +20,22 @@ from miles_disagg.store.watch import PollingSource
 
 @ray.remote(max_restarts=0)
 class ServiceReplica:
-    """One engine, its replica and its reconciler. shared: directory of the node's replicas for fetched versions."""
+    """One engine, its replica and its reconciler. shared: directory of the node's replicas for fetched versions.
+    relay: fetch versions from other nodes' replicas, and pass them on."""
 
-    def __init__(self, spec: HostSpec, staging: StagingSpec, shared: Path):
+    def __init__(self, spec: HostSpec, staging: StagingSpec, shared: Path, relay: bool = False):
         if spec.listen.host in ("0.0.0.0", "::"):
             spec = replace(spec, listen=replace(spec.listen, advertise_host=ray.util.get_node_ip_address()))
-        store = VersionStore(shared_fetch(open_store(staging.store_url), shared))
+        objects, passing = open_store(staging.store_url), None
+        if relay:
+            kept = staging.directory.with_name(f"{staging.directory.name}.relay")
+            objects, passing = relayed(objects, kept, spec.replica_id, token=spec.listen.token)
+        store = VersionStore(shared_fetch(objects, shared))
 
         def stager() -> DiskStager:
             return DiskStager(store, staging.directory, staging.base, reader=spec.replica_id)
 
-        self._host = EngineHost(spec, source=PollingSource(store), stager=stager, sink=None)
+        self._host = EngineHost(spec, source=PollingSource(store), stager=stager, sink=None, relay=passing)
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL."""

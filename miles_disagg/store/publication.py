@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_disagg.domain.errors import ChecksumMismatch, PublicationFailed
+from miles_disagg.domain.errors import CheckpointError, ChecksumMismatch, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.base import ObjectNotFound, ObjectStore
+from miles_disagg.store.claims import json_field, load_json_object
+from miles_disagg.weights.checkpoint import INDEX_FILE
 from miles_disagg.weights.delta import DeltaIndex
 from miles_disagg.weights.digest import DEFAULT_CHECKSUM, new_hasher
 
@@ -78,7 +80,29 @@ def merge_receipts(ref: VersionRef, description: Description, receipts: Sequence
     if description.encoding is None and not weight_map:
         raise PublicationFailed(f"{ref}: a full version without a tensor")
     metadata = description.metadata(ref, receipts)
-    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=1).encode()
+    files = {str(r.file): {"bytes": r.nbytes, DEFAULT_CHECKSUM: r.digest} for r in written}
+    body = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items())), "files": dict(sorted(files.items()))}
+    return json.dumps(body, indent=1).encode()
+
+
+@dataclass(frozen=True)
+class FileProof:
+    """What the index says of a payload file: its size in bytes and the xxh3-128 of all of it."""
+
+    nbytes: int
+    digest: str
+
+
+def file_proofs(raw: bytes) -> dict[str, FileProof]:
+    """Proofs by file name from an index; empty for one that miles or slime wrote, which has none."""
+    proofs = {}
+    for name, entry in load_json_object(raw, INDEX_FILE).get("files", {}).items():
+        where = f"{INDEX_FILE}: files: {name[:200]}"
+        if not isinstance(entry, dict):
+            raise CheckpointError("must be an object", file=where)
+        size, digest = json_field(entry, "bytes", int, where), json_field(entry, DEFAULT_CHECKSUM, str, where)
+        proofs[name] = FileProof(size, digest)
+    return proofs
 
 
 def verify_files(objects: ObjectStore, prefix: str, receipts: Sequence[Receipt], *, read_back: bool) -> None:

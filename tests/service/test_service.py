@@ -136,3 +136,43 @@ async def test_a_gateway_that_restarts_and_a_replica_that_hangs_cost_time_and_no
         await service.until(lambda fleet: not fleet["b"]["ready"])
         seen = await load.end()
     assert len({meta["id"] for meta in seen}) == len(seen) > 0
+
+
+async def test_with_relays_one_replica_reads_the_store_for_all_and_a_lost_one_is_passed_over(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    trainer = await trainer_of(tmp_path / "store", checkpoint, "run")
+    async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
+        await asyncio.gather(*(service.add(name, "--relay") for name in "abc"))
+        await service.until(serves("run", 0, *"abc"))
+        before: dict[str, tuple[int, int]] = {}
+        for version in range(1, 4):
+            tensors = step(tensors, version)
+            await trainer.publish(tensors)
+            await service.until(serves("run", version, *"abc"))
+            if version == 1:  # while replicas join, two of them may believe to be the first
+                await asyncio.sleep(2.5)
+                before = {name: await relayed_bytes(service, name) for name in "abc"}
+        now = {name: await relayed_bytes(service, name) for name in "abc"}
+        came = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1]) for name in "abc"}
+        assert sorted(origin > 0 for origin, _ in came.values()) == [False, False, True], came
+        first = next(name for name, (origin, _) in came.items() if origin)
+        assert all(peer == came[first][0] for name, (_, peer) in came.items() if name != first), came
+        service.kill(first)
+        left = "".join(sorted({*"abc"} - {first}))
+        await trainer.publish(step(tensors, 9))
+        await service.until(serves("run", 4, *left))
+        log = "".join(service.replicas[name].log.read_text() for name in left)
+        after = {name: await relayed_bytes(service, name) for name in left}
+    assert sum(origin > 0 for origin, _ in after.values()) >= 1, "whoever is first now, or found it dead"
+    assert "Traceback" not in log
+
+
+async def relayed_bytes(service: Service, name: str) -> tuple[int, int]:
+    """Bytes of version files that a replica had from the store, and from peers."""
+    url = (await service.fleet())[name]["url"]
+    async with service.client.get(f"{url}/metrics") as response:
+        lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
+    keys = (f'miles_replica_relay_from_{source}_bytes_total{{replica_id="{name}"}}' for source in ("origin", "peer"))
+    origin, peer = (int(float(lines[key])) for key in keys)
+    return origin, peer
