@@ -1,4 +1,5 @@
-"""How long an engine is paused for a new version: reloading its checkpoint against scattering the changes in place.
+"""How long an engine is paused for a new version: reloading its checkpoint, or taking all weights through CUDA IPC,
+against scattering the changes in place.
 
 Starts stock SGLang on a random Qwen3-shaped model, keeps requests in flight through a replica, and activates versions
 whose patch is on this host already. Prints one JSON object, last line of stdout:
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import shutil
 import sys
@@ -18,6 +21,7 @@ import tempfile
 import time
 import uuid
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from safetensors.torch import save_file
 
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
+from miles_disagg.engine.base import Engine
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.replica.base import Materialized
 from miles_disagg.replica.inplace import InPlaceLoader
@@ -103,7 +108,7 @@ def make_model(name: str, directory: Path, device: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def make_patches(directory: Path, density: float, there: Path, back: Path) -> int:
+def make_patches(directory: Path, density: float, there: Path, back: Path, device: str) -> int:
     """Two patch files: one that flips the lowest bit of a share of all elements, and one that undoes it. Elements."""
     total = 0
     flipped: dict[str, torch.Tensor] = {}
@@ -112,7 +117,7 @@ def make_patches(directory: Path, density: float, there: Path, back: Path) -> in
         for name in checkpoint.tensors:
             whole = torch.from_numpy(checkpoint.bytes(name).view(np.int16).copy())
             count = max(1, int(whole.numel() * density))
-            where = torch.randint(whole.numel(), (count,)).unique()
+            where = torch.randint(whole.numel(), (count,), device=device).unique().cpu()
             old = whole[where]
             for target, values in ((flipped, old ^ 1), (undone, old)):
                 target[name + POSITIONS] = where.to(torch.int32)
@@ -121,6 +126,27 @@ def make_patches(directory: Path, density: float, there: Path, back: Path) -> in
     save_file(flipped, there)
     save_file(undone, back)
     return total
+
+
+class IpcLoader:
+    """`activation.Loader` of the comparison: every tensor lies on the engine's GPU and is handed over by CUDA IPC."""
+
+    def __init__(self, directory: Path):
+        self._tensors, self._payload = [], ""
+        with open_checkpoint(directory) as checkpoint:
+            for name, info in checkpoint.tensors.items():
+                raw = torch.from_numpy(checkpoint.bytes(name).copy())
+                self._tensors.append((name, raw.cuda().view(torch.bfloat16).view(tuple(info.shape))))
+
+    async def stage(self, target: Materialized) -> None:
+        """Handles are made before the pause."""
+        stream = io.BytesIO()
+        ForkingPickler(stream).dump(self._tensors)
+        self._payload = base64.b64encode(stream.getvalue()).decode()
+
+    async def load(self, engine: Engine, target: Materialized) -> None:
+        """SGLang copies through its model's own loader."""
+        await engine.update_from_tensor([self._payload], load_format=None, version=str(target.ref), flush_cache=False)
 
 
 class Load:
@@ -164,17 +190,25 @@ class Load:
 
 
 async def _mode(
-    name: str, directory: Path, replica: Replica, version: int, density: float, options: Options
+    name: str,
+    directory: Path,
+    replica: Replica,
+    version: int,
+    options: Options,
+    *,
+    mode: str,
+    density: float = 0.0,
+    loader: InPlaceLoader | None = None,
 ) -> dict[str, Any]:
-    """Activations of one kind under load; density 0: the checkpoint is reloaded."""
+    """Activations of one kind under load; density 0: all weights are loaded."""
     there, back = directory.parent / "there.safetensors", directory.parent / "back.safetensors"
-    elements = make_patches(directory, density, there, back) if density else 0
+    elements = make_patches(directory, density, there, back, options.device) if density else 0
     load = Load(replica, SHAPES[name][-1])
     await load.start(options.in_flight)
     begun, tokens = time.monotonic(), load.tokens
     await asyncio.sleep(3.0)
     undisturbed = (load.tokens - tokens) / (time.monotonic() - begun)
-    pauses, firsts, stages = [], [], []
+    pauses, firsts, stages, loads, scatters = [], [], [], [], []
     rounds = options.rounds if density else max(4, options.rounds // 3)
     for number in range(rounds - rounds % 2):
         version += 1
@@ -186,18 +220,23 @@ async def _mode(
             await asyncio.sleep(0.001)
         pauses.append(report.pause_seconds * 1e3)
         stages.append(report.stage_seconds)
+        loads.append(report.load_seconds * 1e3)
+        if loader is not None:
+            scatters.append((loader.scatter_seconds or 0.0) * 1e3)
         firsts.append(load.first_seen[version] - handed)
         await asyncio.sleep(0.3)
     await load.stop()
     p50 = float(np.percentile(pauses, 50))
     row = {
-        "mode": "in-place" if density else "reload",
+        "mode": mode,
         "density": density or None,
         "elements": elements,
         "pause_ms_p50": round(p50, 2),
         "pause_ms_p95": round(float(np.percentile(pauses, 95)), 2),
         "publish_to_first_token_s": round(float(np.percentile(firsts, 50)), 4),
         "stage_s_p50": round(float(np.percentile(stages, 50)), 4),
+        "load_ms_p50": round(float(np.percentile(loads, 50)), 2),
+        "scatter_ms_p50": round(float(np.percentile(scatters, 50)), 2) if scatters else None,
         "tokens_per_second": round(undisturbed),
         "tokens_lost_p50": round(undisturbed * p50 / 1e3),
         "activations": len(pauses),
@@ -221,8 +260,14 @@ async def measure(name: str, directory: Path, densities: list[float], options: O
         await process.wait_ready(400.0)
         replica = Replica(ReplicaSettings("bench"), engine)
         await replica.attach("bench")
-        results.append({"model": name, **await _mode(name, directory, replica, 0, 0.0, options)})
+        results.append({"model": name, **await _mode(name, directory, replica, 0, options, mode="reload")})
         await replica.sessions.close()
+        if options.device == "cuda":
+            version = results[-1]["activations"]
+            replica = Replica(ReplicaSettings("bench"), engine, loader=IpcLoader(directory))
+            await replica.attach("bench")
+            results.append({"model": name, **await _mode(name, directory, replica, version, options, mode="ipc")})
+            await replica.sessions.close()
         loader = InPlaceLoader(engine, directory, verify_every=0)
         served = replica.applied
         assert served is not None
@@ -233,7 +278,10 @@ async def measure(name: str, directory: Path, densities: list[float], options: O
         await replica.attach("bench")
         version = served.version
         for density in densities:
-            results.append({"model": name, **await _mode(name, directory, replica, version, density, options)})
+            row = await _mode(
+                name, directory, replica, version, options, mode="in-place", density=density, loader=loader
+            )
+            results.append({"model": name, **row})
             version += results[-1]["activations"]
         await replica.sessions.close()
         (answer,) = await loader.plugin.ask("compare", directory=str(directory))

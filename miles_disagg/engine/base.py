@@ -35,7 +35,8 @@ class Engine(Protocol):
         ...
 
     def stream(self, body: Mapping[str, Any], path: str = "/generate") -> AsyncIterator[dict[str, Any]]:
-        """Server-sent chunks as dicts. `text`, `output_ids` and logprobs are cumulative in every chunk.
+        """Server-sent chunks as dicts. `text`, `output_ids` and logprobs are cumulative in every chunk, or only what is
+        new in it where the engine streams incrementally; `completion_tokens` counts all tokens so far either way.
 
         `meta_info.weight_version` of a chunk is the version that wrote the tokens new in that chunk. Closing the
         iterator early ends the request on the engine. `path` is `/generate` or one of `/v1/*`.

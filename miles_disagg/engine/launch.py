@@ -115,6 +115,7 @@ def sglang(
     else:
         command += ["--device", device.partition(":")[0]]
         environment |= {"NCCL_CUMEM_ENABLE": "0"}
+    command += ["--incremental-streaming-output"]  # a chunk grows with what is new, not with the whole answer
     if api_key:
         command += ["--api-key", api_key]
     unset = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python is not None else ()

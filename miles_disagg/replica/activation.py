@@ -39,13 +39,15 @@ class ActivationLimits:
 
 @dataclass(frozen=True)
 class Activation:
-    """What an activation cost. Seconds; `ended`: exact-version requests ended at the drain deadline; `restarted`:
-    requests sent back to continue under the new weights' cache key."""
+    """What an activation cost. Seconds; `load_seconds` is the part of the pause that the loader took; `ended`:
+    exact-version requests ended at the drain deadline; `restarted`: requests sent back to continue under the new
+    weights' cache key."""
 
     ref: VersionRef
     drain_seconds: float = 0.0
     pause_seconds: float = 0.0
     stage_seconds: float = 0.0
+    load_seconds: float = 0.0
     ended: int = 0
     restarted: int = 0
 
@@ -129,7 +131,9 @@ class Activator:
             paused_at = self._clock()
             try:
                 restarted = await self._pause()
+                began = self._clock()
                 await self._within(self._loader.load(self._engine, target), self._limits.load, f"loading {target.ref}")
+                loaded = self._clock() - began
                 await self._serve(target.ref)
             except Exception as error:
                 self.whole = was_whole and isinstance(error, UpdateFailed)
@@ -138,7 +142,9 @@ class Activator:
                 self.fence(f"activation of {target.ref} was cancelled")
                 raise
             pause = self._clock() - paused_at
-            report = replace(report, pause_seconds=pause, restarted=restarted, stage_seconds=staged)
+            report = replace(
+                report, pause_seconds=pause, restarted=restarted, stage_seconds=staged, load_seconds=loaded
+            )
             self.last_good = target
             return self._done(report)
 

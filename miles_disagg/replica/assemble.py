@@ -56,7 +56,10 @@ class Assembler(Protocol):
 
 
 class GenerateAssembler:
-    """/generate: every chunk carries the whole text, `output_ids` and logprobs so far."""
+    """/generate: a chunk carries the whole text, `output_ids` and logprobs so far, or (an engine started with
+    --incremental-streaming-output) what is new in them. Which it is shows in the counts of each chunk; callers see the
+    whole in both cases.
+    """
 
     cumulative = True
 
@@ -66,6 +69,7 @@ class GenerateAssembler:
         self.engine_version: str | None = None
         self._prior: dict[str, Any] | None = None  # merged state at the end of the earlier legs
         self._last: dict[str, Any] | None = None
+        self._leg_tokens = 0  # in `_last`, from the leg being read
 
     def engine_body(self, cache_key: str, rid: str) -> dict[str, Any]:
         body = {**self._body, "stream": True, "rid": rid}
@@ -85,7 +89,12 @@ class GenerateAssembler:
     def add(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         meta = chunk.setdefault("meta_info", {})
         self.engine_version = meta.get("weight_version")
-        merged = chunk if self._prior is None else _join(self._prior, chunk)
+        total, new = meta.get("completion_tokens"), len(chunk.get("output_ids") or ())
+        if self._last is not None and self._leg_tokens > 0 and self._leg_tokens + new == total:
+            merged = _extend(self._last, chunk, new, continued=self._prior is not None)
+        else:
+            merged = chunk if self._prior is None else _join(self._prior, chunk)
+        self._leg_tokens = int(total or 0)
         merged["meta_info"]["id"] = self._rid
         self._last = merged
         self.tokens = int(merged["meta_info"].get("completion_tokens") or len(merged.get("output_ids") or ()))
@@ -105,6 +114,7 @@ class GenerateAssembler:
         )
 
     def next_leg(self) -> None:
+        self._leg_tokens = 0
         if self.tokens:
             self._prior = self._last
 
@@ -125,13 +135,33 @@ class GenerateAssembler:
         return message["meta_info"]
 
 
+def _extend(so_far: dict[str, Any], chunk: dict[str, Any], new: int, *, continued: bool) -> dict[str, Any]:
+    """`so_far` with the `new` tokens of an incremental chunk of the same leg appended, in place."""
+    before, meta = so_far["meta_info"], chunk["meta_info"]
+    for name, value in meta.items():
+        if name.startswith("output_") and isinstance(value, list) and isinstance(before.get(name), list):
+            before[name].extend(value)
+        elif name == "completion_tokens":
+            before[name] += new
+        elif not (continued and _is_of_the_prompt(name)):
+            before[name] = value
+    so_far["output_ids"].extend(chunk.get("output_ids") or ())
+    if "text" in chunk:
+        so_far["text"] = (so_far.get("text") or "") + chunk["text"]
+    return so_far
+
+
+def _is_of_the_prompt(name: str) -> bool:
+    return name.startswith("input_") or name in ("prompt_tokens", "cached_tokens")
+
+
 def _join(prior: dict[str, Any], chunk: dict[str, Any]) -> dict[str, Any]:
     """Earlier legs' merged state followed by this leg's chunk."""
     before, meta = prior["meta_info"], dict(chunk["meta_info"])
     for name, value in meta.items():
         if name.startswith("output_") and isinstance(value, list) and isinstance(before.get(name), list):
             meta[name] = [*before[name], *value]
-        elif name.startswith("input_") or name in ("prompt_tokens", "cached_tokens"):
+        elif _is_of_the_prompt(name):
             meta[name] = before.get(name)
     meta["completion_tokens"] = before["completion_tokens"] + int(meta.get("completion_tokens") or 0)
     return {

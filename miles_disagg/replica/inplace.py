@@ -68,13 +68,16 @@ class Plugin:
         rows = await self.ask("status")
         return {**rows[0], "ranks": len(rows)}
 
-    async def commit(self, identity: str, version: str) -> None:
-        """Scatter what was staged, stamp `version`. EngineError if a rank did not."""
+    async def commit(self, identity: str, version: str) -> float:
+        """Scatter what was staged, stamp `version`. Seconds in the slowest scheduler. EngineError if a rank did not."""
         await self._hook({"op": "commit", "id": identity}, version)
+        slowest = 0.0
         for rank in range(self._ranks):
             result = self._result(identity, rank)
             if not result["ok"]:
                 raise EngineError(f"in-place scatter failed on rank {rank}: {result['error']}")
+            slowest = max(slowest, float(result["seconds"]))
+        return slowest
 
     def _result(self, identity: str, rank: int) -> dict[str, Any]:
         """What the plugin wrote before the engine answered."""
@@ -158,6 +161,7 @@ class InPlaceLoader:
         self._staged: tuple[VersionRef, str] | None = None
         self._open = False
         self.scattered = 0
+        self.scatter_seconds: float | None = None  # the last scatter, as the scheduler measured it
         self.reloaded: list[tuple[VersionRef, str]] = []  # with the reasons
 
     async def open(self, holds: VersionRef, checkpoint: Path | None = None) -> dict[str, Any]:
@@ -190,7 +194,13 @@ class InPlaceLoader:
         """For a status page: how many versions were scattered, how many reloaded, and why the last one was."""
         last = f"{self.reloaded[-1][0]}: {self.reloaded[-1][1]}" if self.reloaded else None
         mode: Literal["in-place", "reload"] = "in-place" if self._open else "reload"
-        return {"mode": mode, "in_place": self.scattered, "reloads": len(self.reloaded), "last_reload": last}
+        return {
+            "mode": mode,
+            "in_place": self.scattered,
+            "scatter_seconds": self.scatter_seconds,
+            "reloads": len(self.reloaded),
+            "last_reload": last,
+        }
 
     async def stage(self, target: Materialized) -> None:
         """Map the patch and put it on the device, or find out why the checkpoint has to be reloaded."""
@@ -243,7 +253,7 @@ class InPlaceLoader:
         if staged is not None and staged[0] == target.ref:
             try:
                 touched = True
-                await self.plugin.commit(staged[1], str(target.ref))
+                self.scatter_seconds = await self.plugin.commit(staged[1], str(target.ref))
                 self._holds = target.ref
                 self.scattered += 1
                 return

@@ -49,8 +49,6 @@ class Replica:
         started in a way that a replica cannot drive.
         """
         info = await self.engine.server_info()
-        if info.get("incremental_streaming_output") or info.get("stream_output"):
-            raise EngineError(f"engine {self.engine.url} runs with --incremental-streaming-output: start it without")
         if int(info.get("stream_interval") or 1) != 1:
             raise EngineError(f"engine {self.engine.url} runs with --stream-interval above 1: token spans need 1")
         self.gate.engine_recomputes = bool(info.get("disable_radix_cache"))

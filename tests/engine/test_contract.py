@@ -6,6 +6,7 @@ Both run in fp32 on the CPU. Stated tolerance: greedy tokens equal transformers'
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from miles_disagg.domain.errors import EngineError, UpdateFailed
 from miles_disagg.engine import launch, process_group
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import dtype_name, flatten, serialize
+from miles_disagg.replica.assemble import GenerateAssembler
 from tests.engine import reference
 from tests.engine.conftest import BASE, Server
 
@@ -36,11 +38,13 @@ async def tokens_of(engine: SGLangEngine, prompt: list[int] = PROMPT, new: int =
 
 
 async def collect(engine: SGLangEngine, body: dict[str, Any], at: int = 0, event: asyncio.Event | None = None):
-    """All chunks of a stream; sets `event` once `at` tokens were seen."""
-    chunks = []
+    """What a stream had brought after each of its chunks; sets `event` once `at` tokens were seen."""
+    chunks, assembler = [], GenerateAssembler(body, "contract")
     async for chunk in engine.stream(body):
-        chunks.append(chunk)
-        if event is not None and len(chunk["output_ids"]) >= at:
+        so_far = assembler.add(chunk)
+        assert so_far is not None
+        chunks.append(copy.deepcopy(so_far))
+        if event is not None and len(so_far["output_ids"]) >= at:
             event.set()
     return chunks
 
@@ -91,7 +95,7 @@ async def test_sampled_tokens_carry_the_logprob_at_their_temperature(
     assert close(got, want[len(PROMPT) - 1 :])
 
 
-async def test_a_stream_is_cumulative_and_ends_with_the_whole_answer(engine: SGLangEngine):
+async def test_a_stream_grows_to_the_whole_answer(engine: SGLangEngine):
     body = greedy(20, input_ids=PROMPT, return_logprob=True)
     chunks = await collect(engine, body)
     whole = await engine.generate(body)
@@ -328,7 +332,7 @@ async def test_updates_under_load_lose_no_request_and_stamp_every_token(
     engine: SGLangEngine, checkpoints: dict[str, Path]
 ):
     paths = [checkpoints["base"], checkpoints["other"]]
-    streams = [await start_stream(engine, new=150, at=2, prompt=[i + 1, 7, 9]) for i in range(6)]
+    streams = [await start_stream(engine, new=LONG, at=2, prompt=[i + 1, 7, 9]) for i in range(6)]
     for version in range(1, 4):
         await engine.pause("in_place")
         await engine.update_from_disk(str(paths[version % 2]), f"run/weight_v{version:06d}", flush_cache=False)
@@ -340,7 +344,7 @@ async def test_updates_under_load_lose_no_request_and_stamp_every_token(
         assert versions[0] == BASE
         assert versions[-1] == "run/weight_v000003"
         assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
-        assert len(chunks[-1]["output_ids"]) == 150
+        assert len(chunks[-1]["output_ids"]) == LONG
 
 
 async def test_kv_of_another_version_is_not_reused_under_a_key_of_its_own(

@@ -46,6 +46,7 @@ class FakeEngine:
         self.dead = False
         self.fail_updates = 0  # that many of the next updates are refused
         self.update_delay = 0.0
+        self.incremental = False  # as an engine started with --incremental-streaming-output
         self._running = asyncio.Event()
         self._running.set()
 
@@ -125,7 +126,10 @@ class FakeEngine:
             meta["output_token_logprobs"] = [[-0.5 - i / 1000, t, None] for i, t in enumerate(request.output)]
         if done:
             meta["e2e_latency"] = seconds
-        return {"text": "".join(map(chr, request.output)), "output_ids": list(request.output), "meta_info": meta}
+        new = len(request.output) - 1 if self.incremental else 0  # a chunk every token
+        if "output_token_logprobs" in meta:
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][new:]
+        return {"text": "".join(map(chr, request.output[new:])), "output_ids": request.output[new:], "meta_info": meta}
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -38,8 +38,10 @@ async def test_an_answer_carries_its_version_and_replica(replica: Replica) -> No
     assert meta["weight_version_spans"] == [[0, 0]]
 
 
+@pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_spans_are_exact_for_a_request_across_two_activations(engine: FakeEngine, mode) -> None:
+async def test_spans_are_exact_for_a_request_across_two_activations(engine: FakeEngine, mode, incremental) -> None:
+    engine.incremental = incremental
     replica = make_replica(engine, mode=mode)
     await replica.attach()
     engine.update_delay = 0.01
