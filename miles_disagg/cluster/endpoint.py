@@ -74,6 +74,10 @@ class ServiceFleet:
                 out[f"replica/{phase}_seconds"] = max(values)
         return out
 
+    async def without_version(self) -> list[str]:
+        """None: a service brings itself up to date from the store."""
+        return []
+
     async def events(self) -> list[Event]:
         """None: the service keeps its own."""
         return []

@@ -1,7 +1,8 @@
 """The rollout side of a training job as one object: gateway, one actor per engine, their supervision and their end.
 
 Managed engines get a placement group each; attached ones none. A dead engine actor is replaced; under broadcast, an
-engine that is not at the newest version is sent it again.
+engine that is not at the newest version is sent it again. An attached engine that does not answer, or a managed one
+that was given up, is not waited for; it counts again once it serves a version.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Member:
     url: str | None = None
     num_ranks: int = 1
     failures: int = 0
+    lost: bool = False
     failure: str | None = None
 
 
@@ -96,8 +98,11 @@ class Fleet:
         member.actor = actor_class.options(**options).remote(member.spec, member.staging, self.store)
         timeout = self.timeouts.start + 30
         member.url = await call(member.actor.start.remote(), f"{member.spec.replica_id}: start its engine", timeout)
+        status = await call(member.actor.status.remote(), f"{member.spec.replica_id}: status", _CONTROL_SECONDS)
+        if status["engine"] is not None:
+            member.num_ranks = status["engine"]["ranks"]
+            self.say(f"{member.spec.replica_id}: {member.spec.engine_url}: {status['engine']['description']}")
         if member.spec.activation != "reload":
-            status = await call(member.actor.status.remote(), f"{member.spec.replica_id}: status", _CONTROL_SECONDS)
             self.say(f"{member.spec.replica_id}: activation {status['activation']}")
 
     # --- supervision ----------------------------------------------------------------------------
@@ -123,6 +128,7 @@ class Fleet:
             self.say(f"{name} died ({error}); starting a new one")
             await self._start(member)
             return
+        await self._count(member, status)
         if status["failure"] and status["failure"] != member.failure:
             member.failure = status["failure"]
             self.say(f"{name} is out: {member.failure}")
@@ -134,6 +140,20 @@ class Fleet:
             self.say(f"{name} is at {status['applied']}, not at {latest}: sending it again")
             await self.repair(member, latest)
 
+    async def _count(self, member: Member, status: dict[str, Any]) -> None:
+        """Stop or start waiting for an engine that is not ours to restart, or not any more."""
+        name = member.spec.replica_id
+        lost = bool(status["failure"]) or (member.spec.command is None and not status["process_up"])
+        if lost and not member.lost:
+            await call(self.store.watch.remote("forget", name), "version store: forget", _CONTROL_SECONDS)
+            self.say(f"{name} ({status['engine_url']}) is out of rotation: {status['reason']}")
+        elif member.lost and not lost and status["ready"]:
+            await call(self.store.watch.remote("register", name), "version store: register", _CONTROL_SECONDS)
+            self.say(f"{name} ({status['engine_url']}) is back, at version {status['applied']}")
+        elif member.lost and not lost:
+            return  # until it serves
+        member.lost = lost
+
     # --- updates by broadcast -------------------------------------------------------------------
 
     @asynccontextmanager
@@ -143,7 +163,7 @@ class Fleet:
         An engine that fails leaves the update fenced and is repaired later; EngineUnavailable if none is left.
         """
         async with self._updating:
-            targets = [only] if only else list(self.members)
+            targets = [only] if only else [m for m in self.members if not m.lost]
             begun = await self._tell(targets, "begin_update", ref)
             if not begun:
                 raise EngineUnavailable(f"no engine could be paused for {ref}")
@@ -191,6 +211,12 @@ class Fleet:
     async def status(self) -> list[dict[str, Any]]:
         """What every engine's replica says of itself."""
         return await self._collect("status")
+
+    async def without_version(self) -> list[str]:
+        """Engines that must be sent a version before they serve: attached ones under broadcast that hold another."""
+        if self.repair is None:
+            return []
+        return [row["replica_id"] for row in await self.status() if row["applied"] is None]
 
     async def phase_metrics(self) -> dict[str, float]:
         """`replica/*_seconds` of the last activations (the slowest replica's) and `fleet/replicas_ready`."""

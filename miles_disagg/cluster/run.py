@@ -100,6 +100,10 @@ class Run:
     async def take_up(self) -> None:
         """A continued run: its weights become the next version, then its books are opened again. See `resume`."""
         if self._continued is None:
+            if names := await self.fleet.without_version():
+                self._console.say(f"{', '.join(names)}: sending the base weights first, as version {self.version + 1}")
+                await self.publish_next_version()
+                await self.settle()
             return
         await self.publish_next_version()
         await self.settle()

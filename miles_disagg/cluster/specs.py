@@ -10,7 +10,9 @@ from miles_disagg.cluster.fleet import FleetTimeouts, Member
 from miles_disagg.cluster.preflight import data_options
 from miles_disagg.config.placement import PlacementPlan
 from miles_disagg.config.run import RunConfig
+from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.versions import VersionRef
+from miles_disagg.engine.discovery import ModelFacts, Wanted
 from miles_disagg.prompts.reward import task_reward
 from miles_disagg.replica.activation import ActivationLimits
 from miles_disagg.replica.listen import Listen
@@ -107,11 +109,13 @@ def publication_spec(config: RunConfig, device: str) -> PublicationSpec:
 def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gateway_url: str) -> list[Member]:
     """One member per managed or attached engine; none in the service topology."""
     engines, weights = config.engines, config.weights
+    model = ModelFacts.read(config.checkpoint)
+    api_key = read_token(engines.rollout_auth_token_file, "--rollout-auth-token-file")
     device = "cuda" if engines.rollout_num_gpus else "cpu"
     names = [f"engine-{i}" for i in range(len(plan.engines) or len(engines.rollout_external_engine_addrs))]
     members = []
     for i, name in enumerate(names):
-        command = _engine_command(config, name, device) if plan.engines else None
+        command = _engine_command(config, name, device, model) if plan.engines else None
         address = None if plan.engines else f"http://{engines.rollout_external_engine_addrs[i].removeprefix('http://')}"
         staging = None
         if weights.transport == "disk":
@@ -123,6 +127,8 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
             base=base,
             command=command,
             engine_url=address,
+            wanted=None if plan.engines else wanted(config, model),
+            api_key=None if plan.engines else api_key,
             gateways=(gateway_url,),
             listen=Listen(config.cluster.gateway_host),
             mode=engines.pause_generation_mode,
@@ -137,11 +143,20 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
     return members
 
 
-def _engine_command(config: RunConfig, name: str, device: str) -> EngineCommand:
+def wanted(config: RunConfig, model: ModelFacts) -> Wanted:
+    """What the run needs of an engine that somebody else runs."""
+    rollout = config.rollout
+    tokens = rollout.rollout_max_response_len + (rollout.rollout_max_prompt_len or 1)
+    return Wanted(model, _rollout_dtype(config, model), config.weights.transport, tokens)
+
+
+def _rollout_dtype(config: RunConfig, model: ModelFacts) -> str:
+    return _DTYPES.get(config.engines.rollout_dtype, model.dtype)
+
+
+def _engine_command(config: RunConfig, name: str, device: str, model: ModelFacts) -> EngineCommand:
     engines = config.engines
-    args: list[str] = []
-    if engines.rollout_dtype != "auto":
-        args += ["--dtype", _DTYPES[engines.rollout_dtype]]
+    args = ["--dtype", _rollout_dtype(config, model)]  # SGLang's own auto serves float32 checkpoints in float16
     if engines.rollout_engine == "sglang":
         if engines.rollout_num_gpus:
             args += ["--tp-size", str(engines.rollout_num_gpus_per_engine)]

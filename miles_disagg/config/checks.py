@@ -126,8 +126,11 @@ def _topology(config: RunConfig) -> Iterator[str]:
     if bool(engines.rollout_endpoint) != bool(engines.version_store):
         yield "--rollout-endpoint and --version-store go together: the service follows that store; give both"
     if engines.rollout_auth_token_file:
-        if not engines.rollout_endpoint:
-            yield "--rollout-auth-token-file has no effect without --rollout-endpoint: give both"
+        if engines.topology == "managed":
+            yield (
+                "--rollout-auth-token-file has no effect without --rollout-endpoint or --rollout-external: engines of "
+                "this job take no token"
+            )
         yield from token_problems("--rollout-auth-token-file", engines.rollout_auth_token_file)
     if engines.rollout_endpoint and engines.rollout_external:
         yield "--rollout-endpoint and --rollout-external are different topologies: drop one"

@@ -76,7 +76,7 @@ class EngineConfig(Section):
     rollout_cpus_per_engine: PositiveFloat = 1.0
     """CPU cores reserved for each managed engine."""
     rollout_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Weights of managed engines: auto is the checkpoint's dtype."""
+    """Weights of managed engines, and what attached ones must have: auto is the checkpoint's dtype."""
     rollout_decode_interval: NonNegativeFloat = 0.0
     """Least seconds per decode step of an embedded engine: imitates a larger model in benchmarks."""
     sglang_python: str | None = None
@@ -90,7 +90,7 @@ class EngineConfig(Section):
     rollout_endpoint: str | None = None
     """URL of an independent rollout service; needs --version-store."""
     rollout_auth_token_file: str | None = None
-    """File with the bearer token of the rollout service."""
+    """File with the bearer token of the rollout service, or with the API key of attached engines."""
     version_store: str | None = None
     """Store that a rollout service follows: a directory or an S3 prefix; needs --rollout-endpoint."""
     pause_generation_mode: Literal["in_place", "retract", "abort"] = "retract"

@@ -145,6 +145,14 @@ class EngineStartError(EngineError):
     """An engine did not come up. Carries the last lines of its log."""
 
 
+class EngineMismatch(EngineError):
+    """An engine that somebody else runs cannot be used by this run; every difference by name."""
+
+    def __init__(self, url: str, problems: Sequence[str]):
+        self.url, self.problems = url, tuple(problems)
+        super().__init__(f"the engine at {url} does not fit this run: " + "; ".join(self.problems))
+
+
 class UpdateFailed(EngineError):
     """A weight update was refused by the engine or the process group; the engine serves what it served before."""
 

@@ -154,7 +154,11 @@ class BroadcastSource:
             spec = GroupSpec(name, self._address, meeting.port, offset, world, self._backend)
             joining.append(_task(target.init_group(spec)))
             offset += target.num_ranks
-        what = f"{world - 1} engine ranks ({', '.join(t.name for t in targets)}) to join group {name}"
+        what = (
+            f"{world - 1} engine ranks ({', '.join(t.name for t in targets)}) to join group {name} at "
+            f"{self._address}:{meeting.port}, which their hosts must reach (where they cannot, use "
+            "--update-weight-transfer-mode disk-delta)"
+        )
         try:
             forming = asyncio.to_thread(meeting.form, name, self._backend)
             group = await _first_error(forming, joining, time.monotonic() + self._timeout + _GRACE_SECONDS, what)

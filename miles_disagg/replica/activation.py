@@ -72,6 +72,10 @@ class Loader(Protocol):
         """Under the pause: put the weights in place and stamp them `str(target.ref)`."""
         ...
 
+    def engine_changed(self) -> None:
+        """The engine may hold other weights than those that were loaded last."""
+        ...
+
 
 class ReloadLoader:
     """Reload the materialized checkpoint (`reload`): works with any stock SGLang."""
@@ -83,6 +87,9 @@ class ReloadLoader:
         """POST /update_weights_from_disk. Never flushes: a flush with held requests kills SGLang, and cache keys
         carry the version."""
         await engine.update_from_disk(str(target.path), str(target.ref), flush_cache=False)
+
+    def engine_changed(self) -> None:
+        """Nothing is kept."""
 
 
 @dataclass
@@ -185,6 +192,11 @@ class Activator:
         self.whole = whole
         self._gate.fence(reason)
         self._gate.fail_flights(reason)
+
+    def engine_changed(self, reason: str) -> None:
+        """Somebody restarted the engine or changed its weights: fenced until it serves a whole version again."""
+        self._loader.engine_changed()
+        self.fence(reason, whole=self.whole)
 
     async def adopt(self, ref: VersionRef) -> None:
         """Serve what the engine already holds, if its stamp says it is `ref`. Not after a failed update."""

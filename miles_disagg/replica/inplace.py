@@ -53,13 +53,7 @@ class Plugin:
 
         The engine must be idle or paused: the request waits for running ones.
         """
-        info = await self._engine.server_info()
-        loaders = info.get("custom_weight_loader") or []
-        if HOOK not in loaders:
-            raise InPlaceUnavailable(f"the engine was not started with --custom-weight-loader {HOOK}")
-        for name, wanted in (("nnodes", 1), ("dp_size", 1), ("pp_size", 1), ("speculative_algorithm", None)):
-            if info.get(name, wanted) != wanted:
-                raise InPlaceUnavailable(f"the engine runs with {name} {info[name]}, which is not supported in place")
+        info = await self.check()
         self._ranks = int(info.get("tp_size") or 1)
         self.close()
         self._directory = Path(tempfile.mkdtemp(prefix="miles-"))
@@ -67,6 +61,17 @@ class Plugin:
         await self._hook(request, str(info.get("weight_version")))
         rows = await self.ask("status")
         return {**rows[0], "ranks": len(rows)}
+
+    async def check(self) -> dict[str, Any]:
+        """The engine's `/server_info`, if a session can be opened in it; InPlaceUnavailable says why not."""
+        info = await self._engine.server_info()
+        loaders = info.get("custom_weight_loader") or []
+        if HOOK not in loaders:
+            raise InPlaceUnavailable(f"the engine was not started with --custom-weight-loader {HOOK}")
+        for name, wanted in (("nnodes", 1), ("dp_size", 1), ("pp_size", 1), ("speculative_algorithm", None)):
+            if info.get(name, wanted) != wanted:
+                raise InPlaceUnavailable(f"the engine runs with {name} {info[name]}, which is not supported in place")
+        return info
 
     async def commit(self, identity: str, version: str) -> float:
         """Scatter what was staged, stamp `version`. Seconds in the slowest scheduler. EngineError if a rank did not."""
@@ -189,6 +194,10 @@ class InPlaceLoader:
             await self.open(holds, checkpoint)
         except InPlaceUnavailable as error:
             log.warning("in-place activation is off until the next reload: %s", error)
+
+    def engine_changed(self) -> None:
+        """See `Loader`: no patch follows what the engine holds until a checkpoint was reloaded."""
+        self._holds = None
 
     def describe(self) -> dict[str, Any]:
         """For a status page: how many versions were scattered, how many reloaded, and why the last one was."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -43,7 +43,8 @@ class Reconciler:
     """See the module. `run` until cancelled; every error is logged, remembered in `last_error` and retried.
 
     stager None: versions come by broadcast from the trainer; the loop then only watches the engine, and serves again
-    what a restarted engine says it holds.
+    what a restarted engine says it holds. admit: raises what speaks against an engine that answers while it is fenced:
+    whoever runs it may have started another one at that address.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Reconciler:
         *,
         sink: ActivationSink | None = None,
         settings: ReconcilerSettings | None = None,
+        admit: Callable[[], Awaitable[None]] | None = None,
     ):
+        self._admit = admit
         self._replica, self._source, self._stager, self._sink = replica, source, stager, sink
         self._settings = settings or ReconcilerSettings()
         self._wake = asyncio.Event()
@@ -66,6 +69,7 @@ class Reconciler:
         self._engine_checked = -1e9
         self.errors_in_a_row = 0
         self.last_error: str | None = None
+        self.engine_lost = False  # it does not answer, or is not the one that belongs there
 
     # --- from outside -------------------------------------------------------------------------------
 
@@ -186,12 +190,18 @@ class Reconciler:
             if not activator.busy and not fenced:
                 gate.fence(f"the engine does not answer: {error}")
             gate.fail_flights(f"the engine does not answer: {error}")
+            self.engine_lost = True
             raise EngineUnavailable(str(error)) from error
+        if self._admit is not None and gate.phase is Phase.FENCED:
+            self.engine_lost = True
+            await self._admit()
+        self.engine_lost = False
         if activator.busy or gate.served != before or before is None:
             return
         if stamp != str(before) and gate.phase is Phase.OPEN:
-            gate.fence(f"engine reports {stamp!r}, expected {before}: it restarted or was updated by others")
-            gate.fail_flights(gate.reason)
+            activator.engine_changed(
+                f"engine reports {stamp!r}, expected {before}: it restarted or was updated by others"
+            )
         if gate.phase is not Phase.FENCED or not activator.whole:
             return
         if stamp == str(before):

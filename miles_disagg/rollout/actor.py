@@ -64,9 +64,7 @@ class RolloutEngine:
             pre_read = import_hook(staging.pre_read_path, PRE_READ)
             return DiskStager(objects, staging.directory, staging.base, reader=spec.replica_id, pre_read=pre_read)
 
-        self._host = EngineHost(
-            spec, source=ledger if staging else None, stager=stager if staging else None, sink=ledger
-        )
+        self._host = EngineHost(spec, source=ledger, stager=stager if staging else None, sink=ledger)
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL."""

@@ -15,10 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_disagg.domain.errors import EngineError, MilesDisaggError
+from miles_disagg.domain.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineMismatch,
+    EngineUnavailable,
+    MilesDisaggError,
+)
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
 from miles_disagg.engine.base import PauseMode
+from miles_disagg.engine.discovery import Discovered, Wanted, differences, discover
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.observe.events import Timeline
 from miles_disagg.replica.activation import Activation, ActivationLimits
@@ -62,7 +69,8 @@ class EngineCommand:
 class HostSpec:
     """What one engine host runs.
 
-    command: how to start the engine's process (None: `engine_url` is an attached engine's). base: version of the
+    command: how to start the engine's process (None: `engine_url` is an attached engine's, which must fit `wanted`
+    if that is given). base: version of the
     checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
     URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
     verify_interval: between looks at the live weights (None: never). zone: where this host is, for relays. Times in
@@ -73,6 +81,7 @@ class HostSpec:
     base: VersionRef | None
     command: EngineCommand | None
     engine_url: str | None = None
+    wanted: Wanted | None = None
     gateways: tuple[str, ...] = ()
     listen: Listen = field(default_factory=Listen)
     api_key: str | None = None
@@ -114,6 +123,8 @@ class EngineHost:
         self._watch: asyncio.Task[None] | None = None
         self._stager: ProvenStager | None = None
         self._proving: asyncio.Task[None] | None = None
+        self._reconciler: Reconciler | None = None
+        self.found: Discovered | None = None
         self.replica: Replica | None = None
         self.restarts = 0
         self.process_up = False
@@ -129,22 +140,25 @@ class EngineHost:
         engine = SGLangEngine(url, spec.api_key)
         settings = ReplicaSettings(spec.replica_id, spec.mode, spec.max_in_flight, activation=spec.limits)
         try:
+            if spec.wanted is not None:
+                await self._find(engine, spec.wanted)
             self._loader = await self._in_place(engine)
             self.replica = Replica(settings, engine, loader=self._loader)
             served = await self.replica.attach(spec.run_id)
-            if served is None and self._make_stager is None:
+            if served is None and self._make_stager is None and spec.command is not None:
                 info = await engine.server_info()
                 raise EngineError(
                     f"engine {url} is at version {info.get('weight_version')!r}, not at {spec.base}: restart it with "
                     f"--weight-version {spec.base} on the run's base checkpoint, or use disk transport"
                 )
-            reconciler = None
             if self._make_stager is not None and self._source is not None:
                 self._stager = ProvenStager(self._make_stager())
                 if self._loader is not None and spec.base is not None:  # so that the first version has a patch too
                     await self._stager.materialize(spec.base)
-                reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink)
-            self._server = await _serve(self.replica, reconciler, spec, self._relay)
+            if self._source is not None and (self._stager is not None or spec.command is None):
+                admit = None if spec.wanted is None else lambda: self._check(engine)
+                self._reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink, admit=admit)
+            self._server = await _serve(self.replica, self._reconciler, spec, self._relay)
             if served is not None and self._sink is not None:
                 await self._sink.record_activation(spec.replica_id, served, time.time())
         except BaseException:
@@ -157,6 +171,27 @@ class EngineHost:
             self._watch = asyncio.create_task(self._watch_process(), name=f"watch {spec.replica_id}")
         return self._server.url
 
+    async def _find(self, engine: SGLangEngine, wanted: Wanted) -> None:
+        """Wait for an attached engine and see that it fits. DeadlineExceeded or EngineMismatch."""
+        begun = time.monotonic()
+        while True:
+            try:
+                await self._check(engine)
+                return
+            except EngineUnavailable as error:
+                if time.monotonic() - begun > self.spec.start_timeout:
+                    what = f"the attached engine {engine.url} to answer"
+                    remedy = f"{error}; start it, or correct --rollout-external-engine-addrs"
+                    raise DeadlineExceeded(what, self.spec.start_timeout, remedy) from None
+                await asyncio.sleep(1.0)
+
+    async def _check(self, engine: SGLangEngine) -> None:
+        """Look at what runs there; EngineMismatch if the run cannot use it."""
+        assert self.spec.wanted is not None
+        self.found = await discover(engine)
+        if problems := differences(self.found, self.spec.wanted):
+            raise EngineMismatch(engine.url, problems)
+
     async def _in_place(self, engine: SGLangEngine) -> InPlaceLoader | None:
         """A loader for in-place activation if it is wanted and works; `activation` then says which is used and why."""
         spec = self.spec
@@ -166,6 +201,10 @@ class EngineHost:
         try:
             stamp = (await engine.model_info()).get("weight_version")
             if stamp != str(spec.base):
+                if spec.command is None:
+                    await loader.plugin.check()
+                    self.activation = f"in-place after a first reload: the engine is at {stamp}, not at {spec.base}"
+                    return loader
                 raise InPlaceUnavailable(f"the engine is at {stamp}, the map is checked at {spec.base}")
             found = await loader.open(spec.base)
         except InPlaceUnavailable as error:
@@ -260,16 +299,25 @@ class EngineHost:
     def status(self) -> dict[str, Any]:
         """The replica's status, plus whether its engine's process is up, restarts and a final failure."""
         replica = self._running()
-        up = self.process_up or self.spec.command is None
+        up = self.process_up if self.spec.command is not None else self._answers()
         own = {"process_up": up, "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
         own["activation"] = self.activation
+        own["engine"] = None if self.found is None else self.found.to_json()
         own["loader"] = self._loader.describe() if self._loader is not None else None
         return {**replica.status(), **own}
+
+    def _answers(self) -> bool:
+        """False while an attached engine does not answer, or not as one that fits."""
+        return self._reconciler is None or not self._reconciler.engine_lost
 
     async def digests(self) -> dict[str, str]:
         """xxh3-128 of every tensor as the engine serves it: asked of the embedded engine, copied out of SGLang."""
         replica, spec = self._running(), self.spec
-        if spec.checkpoint is None or spec.command is None or spec.command.kind == "embedded":
+        if spec.command is not None:
+            embedded = spec.command.kind == "embedded"
+        else:
+            embedded = self.found is None or self.found.embedded
+        if spec.checkpoint is None or embedded:
             return await replica.engine.weights_digest()
         async with replica.activator.undisturbed():
             if self._loader is not None:

@@ -133,6 +133,8 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     except FileNotFoundError:
         if (path / SINGLE_FILE).is_file():
             return None
+        if not path.is_dir():
+            raise CheckpointError(f"no such directory: {path}") from None
         raise CheckpointError(f"neither {INDEX_FILE} nor {SINGLE_FILE} is in {path}") from None
     return parse_index(raw)
 
