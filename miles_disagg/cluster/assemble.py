@@ -24,6 +24,7 @@ from miles_disagg.cluster.calls import call
 from miles_disagg.cluster.connect import cluster, reserved
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet
+from miles_disagg.cluster.peer import PeerChannel
 from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
 from miles_disagg.cluster.resume import Lineage
 from miles_disagg.cluster.run import Run
@@ -151,13 +152,15 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         channel = _channel(
             config, trainer, store, fleet, Movement(trainer, console.say), full_first=continued is not None
         )
+        if isinstance(channel, PeerChannel):
+            await channel.prepare()
         publications = Publications(
             config.run_id, newest.version, trainer, channel, fleet, timeline,
             on_published=lambda v: call(producer.advance.remote(v), "rollout producer: note the new version", 30.0),
             give_out=lineage.given_out,
             timeout=config.timeouts.update_weights_timeout,
         )  # fmt: skip
-        if isinstance(fleet, Fleet) and config.weights.transport == "broadcast":
+        if isinstance(fleet, Fleet) and config.weights.transport != "disk":
             fleet.repair = publications.repair
         stack.push_async_callback(publications.cancel)
         yield Run(
@@ -280,8 +283,10 @@ async def _producer(config: RunConfig, endpoint: str, base: VersionRef, stack: A
 def _channel(
     config: RunConfig, trainer: TrainerGroup, store: Any, fleet: Fleet | ServiceFleet, movement: Movement,
     *, full_first: bool,
-) -> DiskChannel | BroadcastChannel:  # fmt: skip
+) -> DiskChannel | BroadcastChannel | PeerChannel:  # fmt: skip
     ledger = RemoteLedger(store)
+    if isinstance(fleet, Fleet) and config.weights.transport == "p2p":
+        return PeerChannel(trainer, ledger, fleet, movement.observe, specs.peer_settings(config))
     if isinstance(fleet, Fleet) and config.weights.transport == "broadcast":
         return BroadcastChannel(trainer, ledger, fleet, movement)
     weights = config.weights

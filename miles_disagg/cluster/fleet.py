@@ -157,13 +157,13 @@ class Fleet:
     # --- updates by broadcast -------------------------------------------------------------------
 
     @asynccontextmanager
-    async def update(self, ref: VersionRef, only: Member | None = None) -> AsyncIterator[list[Member]]:
-        """Pause every reachable engine for an update, yield those that paused, then let them serve `ref`.
+    async def update(self, ref: VersionRef, only: Sequence[Member] | None = None) -> AsyncIterator[list[Member]]:
+        """Pause every reachable engine (of `only`) for an update, yield those that paused, then let them serve `ref`.
 
         An engine that fails leaves the update fenced and is repaired later; EngineUnavailable if none is left.
         """
         async with self._updating:
-            targets = [only] if only else [m for m in self.members if not m.lost]
+            targets = [m for m in self.members if not m.lost] if only is None else list(only)
             begun = await self._tell(targets, "begin_update", ref)
             if not begun:
                 raise EngineUnavailable(f"no engine could be paused for {ref}")

@@ -38,6 +38,10 @@ class Channel(Protocol):
         """The staged version will not be delivered."""
         ...
 
+    async def repair(self, ref: VersionRef, member: Member) -> None:
+        """Bring one engine to `ref`, the version delivered last, where engines do not fetch versions themselves."""
+        ...
+
 
 class Movement:
     """Says aloud when versions are published and the policy does not move, and counts it."""
@@ -116,6 +120,9 @@ class DiskChannel:
         """Forget what was staged."""
         await asyncio.gather(*(source.settle(False) for source in self._trainer.disk_sources()))
 
+    async def repair(self, ref: VersionRef, member: Member) -> None:
+        """Nothing: its reconciler follows the store."""
+
 
 class BroadcastChannel:
     """Sources send their tensors into the engines over process groups, while the engines' replicas hold requests."""
@@ -150,13 +157,17 @@ class BroadcastChannel:
 
     async def send(self, ref: VersionRef, only: Member | None) -> dict[str, float]:
         """Send what was staged last to all engines, or to one."""
-        async with self._fleet.update(ref, only) as members:
+        async with self._fleet.update(ref, None if only is None else [only]) as members:
             targets = [(m.actor, m.spec.replica_id, m.num_ranks) for m in members]
             return await self._trainer.send(ref, targets, whole=only is not None)
 
     async def discard(self) -> None:
         """Forget what was staged."""
         await self._trainer.discard()
+
+    async def repair(self, ref: VersionRef, member: Member) -> None:
+        """Send it again, whole."""
+        await self.send(ref, member)
 
 
 class Publications:
@@ -239,11 +250,10 @@ class Publications:
             raise PublicationFailed(f"{self._task.get_name()}: {error}") from error
 
     async def repair(self, member: Member, ref: VersionRef) -> None:
-        """Broadcast only: send what was staged last to an engine that does not have it."""
-        if isinstance(self._channel, BroadcastChannel):
-            async with self._staged:
-                if ref.version == self.version > self._first:
-                    await self._channel.send(ref, member)
+        """Bring an engine that does not have it to the version published last."""
+        async with self._staged:
+            if ref.version == self.version > self._first:
+                await self._channel.repair(ref, member)
 
     async def settle(self) -> None:
         """Wait until the last version is published and served by every replica that must serve it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from miles_disagg.buffer.data_buffer import capacity_groups
 from miles_disagg.cluster.fleet import FleetTimeouts, Member
+from miles_disagg.cluster.peer import PeerSettings
 from miles_disagg.cluster.preflight import data_options
 from miles_disagg.config.placement import PlacementPlan
 from miles_disagg.config.run import RunConfig
@@ -16,6 +17,7 @@ from miles_disagg.engine.discovery import ModelFacts, Wanted
 from miles_disagg.prompts.reward import task_reward
 from miles_disagg.replica.activation import ActivationLimits
 from miles_disagg.replica.listen import Listen
+from miles_disagg.replica.peer import PeerOptions
 from miles_disagg.rollout.actor import ProducerSpec, StagingSpec
 from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.host import EngineCommand, HostSpec
@@ -103,6 +105,29 @@ def publication_spec(config: RunConfig, device: str) -> PublicationSpec:
         encoding=weights.encoding,
         snapshot_device=weights.update_weight_snapshot_device,
         post_write_path=weights.custom_update_weight_post_write_path,
+        p2p_transport=weights.update_weight_p2p_transport,
+    )
+
+
+def peer_settings(config: RunConfig) -> PeerSettings:
+    """How the driver runs peer-to-peer updates."""
+    weights = config.weights
+    return PeerSettings(
+        transport=weights.update_weight_p2p_transport,
+        backend="nccl" if config.trainer.trainer_device == "cuda" else "gloo",
+        bucket=weights.update_weight_buffer_size,
+        timeout=config.timeouts.update_weights_timeout,
+    )
+
+
+def peer_options(config: RunConfig) -> PeerOptions:
+    """How an engine's side receives them."""
+    weights = config.weights
+    return PeerOptions(
+        transport=weights.update_weight_p2p_transport,
+        staging=weights.update_weight_p2p_staging,
+        bucket=weights.update_weight_buffer_size,
+        deadline=config.timeouts.update_weights_timeout,
     )
 
 
@@ -136,6 +161,7 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
             checkpoint=config.checkpoint.absolute(),
             start_timeout=config.timeouts.engine_start_timeout,
             limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
+            peer=peer_options(config) if weights.transport == "p2p" else None,
         )
         group = plan.engines[i] if plan.engines else None
         ranks = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 1

@@ -327,6 +327,13 @@ def _installed(config: RunConfig) -> Iterator[str]:
     engines = config.engines
     if config.output.use_wandb and importlib.util.find_spec("wandb") is None:
         yield "--use-wandb: wandb is not installed; pip install 'miles-disagg[wandb]', or drop it"
+    w = config.weights
+    nixl = any(importlib.util.find_spec(name) for name in ("nixl_cu13", "nixl_cu12"))
+    if w.transport == "p2p" and w.update_weight_p2p_transport == "nixl" and not nixl:
+        yield (
+            "--update-weight-p2p-transport nixl: NIXL is not installed here; pip install 'miles-disagg[p2p]' (on CUDA "
+            "13: pip install nixl-cu13), or use --update-weight-p2p-transport torch"
+        )
     if engines.topology != "managed" or engines.rollout_engine != "sglang":
         return
     if engines.sglang_python is None and importlib.util.find_spec("sglang") is None:

@@ -12,11 +12,9 @@ def weights(config: RunConfig) -> Iterator[str]:
     """Problems of the weights section, each naming its flags and the remedy."""
     w, topology = config.weights, config.engines.topology
     short = w.update_weight_transfer_mode
-    if short == "p2p":
-        yield "--update-weight-transfer-mode p2p is not available yet: use broadcast, disk-full or disk-delta"
-        return
     if short:
-        implied = ("delta" if short == "disk-delta" else "full", "disk" if short.startswith("disk") else "broadcast")
+        transport = "disk" if short.startswith("disk") else short
+        implied = ("delta" if short == "disk-delta" else "full", transport)
         for name, given, wanted in (
             ("--update-weight-mode", w.update_weight_mode, implied[0]),
             ("--update-weight-transport", w.update_weight_transport, implied[1]),
@@ -28,6 +26,7 @@ def weights(config: RunConfig) -> Iterator[str]:
         if w.mode == "delta":
             yield "--colocate cannot be combined with --update-weight-mode delta: on one device weights are not sent"
     yield from _deltas(config)
+    yield from _peer(config)
     if w.activation == "in-place" and (not w.publishes_deltas or topology == "service"):
         yield (
             "--activation in-place scatters deltas into engines that this run drives: add "
@@ -54,6 +53,25 @@ def weights(config: RunConfig) -> Iterator[str]:
         for field in ("custom_update_weight_post_write_path", "custom_update_weight_pre_read_path"):
             if getattr(w, field):
                 yield f"{flag(field)} is for versions on disk: add --update-weight-transfer-mode disk-delta, or drop it"
+
+
+def _peer(config: RunConfig) -> Iterator[str]:
+    w, engines = config.weights, config.engines
+    if w.transport != "p2p":
+        for field, default in {"update_weight_p2p_transport": "nixl", "update_weight_p2p_staging": "auto"}.items():
+            if getattr(w, field) != default:
+                yield f"{flag(field)} is for peer-to-peer updates: add --update-weight-transfer-mode p2p, or drop it"
+        return
+    if w.mode == "delta":
+        yield (
+            "--update-weight-mode delta cannot go over --update-weight-transport p2p: every trainer rank writes whole "
+            "shards; drop it, or use --update-weight-transfer-mode disk-delta"
+        )
+    if engines.topology == "service":
+        yield (
+            "--update-weight-transfer-mode p2p writes into engines that this run knows, but --rollout-endpoint hides "
+            "them: use --update-weight-transfer-mode disk-delta (or disk-full)"
+        )
 
 
 def _deltas(config: RunConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Literal
 from miles_disagg.config.base import PositiveInt, Section
 
 UpdateMode = Literal["full", "delta"]
-Transport = Literal["broadcast", "disk"]
+Transport = Literal["broadcast", "disk", "p2p"]
 Encoding = Literal["xor", "overwrite", "sparse", "sparse-max", "indices"]
 
 
@@ -17,7 +17,8 @@ class WeightsConfig(Section):
     update_weight_mode: UpdateMode | None = None
     """Publish complete weights or the changes only; unset: full."""
     update_weight_transport: Transport | None = None
-    """Process group between trainer and engines, or a directory / S3 prefix; unset: broadcast."""
+    """Process group between trainer and engines, a directory / S3 prefix, or straight from every trainer rank to every
+    engine rank; unset: broadcast."""
     update_weight_encoding: Encoding | None = None
     """Encoding of deltas; miles and slime read xor and overwrite; unset: sparse on disk, indices over broadcast."""
     update_weight_delta_level: Literal["standard", "max"] = "standard"
@@ -44,7 +45,12 @@ class WeightsConfig(Section):
     custom_update_weight_pre_read_path: str | None = None
     """package.module.function called with the version before its files are read, for mounts that need a refresh."""
     update_weight_buffer_size: PositiveInt = 512 * 1024**2
-    """Bytes of an export or broadcast bucket."""
+    """Bytes of an export or broadcast bucket, or of a peer-to-peer write."""
+    update_weight_p2p_transport: Literal["nixl", "torch"] = "nixl"
+    """What carries peer-to-peer updates: NIXL's one-sided writes, or torch.distributed sends and receives."""
+    update_weight_p2p_staging: Literal["auto", "always", "never"] = "auto"
+    """Whether an engine receives beside its live weights while it serves, and is paused for a local copy only; never:
+    the transfer itself is under the pause; auto: where memory allows, and says so at start."""
 
     @property
     def mode(self) -> UpdateMode:
@@ -58,7 +64,8 @@ class WeightsConfig(Section):
         """broadcast or disk, with the short form applied."""
         if self.update_weight_transport:
             return self.update_weight_transport
-        return "disk" if (self.update_weight_transfer_mode or "").startswith("disk") else "broadcast"
+        short = self.update_weight_transfer_mode or "broadcast"
+        return "disk" if short.startswith("disk") else "p2p" if short == "p2p" else "broadcast"
 
     @property
     def publishes_deltas(self) -> bool:

@@ -267,8 +267,6 @@ class Activator:
     ) -> None:
         """Receive one bucket of the update in progress. An error leaves the replica fenced."""
         update = self._expect_broadcast()
-        update.buckets += 1
-        self.whole = False
         receive = self._engine.update_from_distributed(
             names=names,
             dtypes=dtypes,
@@ -278,14 +276,31 @@ class Activator:
             flush_cache=False,
             load_format=load_format,
         )
+        await self.receive(receive, f"bucket {update.buckets + 1}")
+
+    async def receive(self, work: Awaitable[None], what: str) -> None:
+        """Change the live weights as a part of the update in progress. An error leaves the replica fenced."""
+        update = self._expect_broadcast()
+        update.buckets += 1
+        self.whole = False
         try:
-            await self._within(receive, self._limits.broadcast, f"bucket {update.buckets} of {update.ref}")
+            await self._within(work, self._limits.broadcast, f"{what} of {update.ref}")
         except Exception as error:
             if self._broadcast is update:
-                await self.abort_update(f"bucket {update.buckets} of {update.ref} failed: {error}")
+                await self.abort_update(f"{what} of {update.ref} failed: {error}")
             raise
         update.watchdog.cancel()
         update.watchdog = asyncio.get_running_loop().call_later(self._limits.broadcast, self._give_up)
+
+    @property
+    def updating_to(self) -> VersionRef:
+        """The version of the update in progress; UpdateFailed if there is none."""
+        return self._expect_broadcast().ref
+
+    @property
+    def serving(self) -> bool:
+        """True if the engine runs requests now: it is neither paused nor fenced."""
+        return self._gate.phase is Phase.OPEN
 
     async def finish_update(self) -> Activation:
         """All buckets are in: verify the stamp, serve, resume."""

@@ -106,6 +106,13 @@ class Plugin:
                 raise InPlaceUnavailable(f"rank {rank}: {answer['error']}")
         return answers
 
+    @property
+    def directory(self) -> Path:
+        """The open session's directory, for files that its ranks shall read. InPlaceUnavailable if none is open."""
+        if self._directory is None:
+            raise InPlaceUnavailable("no session is open")
+        return self._directory
+
     async def digests(self, checkpoint: Path) -> dict[str, str]:
         """xxh3-128 of every tensor as it is served, by its name in `checkpoint`, whose names and shapes are used."""
         with open_checkpoint(checkpoint) as opened:

@@ -6,6 +6,7 @@ State and rules are `host`, `producer` and `buffer.data_buffer`. Async actors of
 from __future__ import annotations
 
 import asyncio
+import inspect
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,11 @@ class RolloutEngine:
 
     async def status(self) -> dict[str, Any]:
         return self._host.status()
+
+    async def peer(self, method: str, *args: Any) -> Any:
+        """Call a method of `replica.peer.PeerReceiver`."""
+        result = getattr(self._host.receiver(), method)(*args)
+        return await result if inspect.isawaitable(result) else result
 
     async def digests(self) -> dict[str, str]:
         return await self._host.digests()

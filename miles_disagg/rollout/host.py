@@ -33,6 +33,7 @@ from miles_disagg.replica.app import ReplicaServer, serve
 from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
 from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable, Plugin
 from miles_disagg.replica.listen import Listen
+from miles_disagg.replica.peer import PeerOptions, PeerReceiver
 from miles_disagg.replica.proof import ProvenStager, Prover
 from miles_disagg.replica.reconciler import Reconciler
 from miles_disagg.replica.relay_links import RelayedStore
@@ -73,8 +74,8 @@ class HostSpec:
     if that is given). base: version of the
     checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
     URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
-    verify_interval: between looks at the live weights (None: never). zone: where this host is, for relays. Times in
-    seconds.
+    verify_interval: between looks at the live weights (None: never). zone: where this host is, for relays. peer: how
+    weights come peer to peer (None: they do not). Times in seconds.
     """
 
     replica_id: str
@@ -95,6 +96,7 @@ class HostSpec:
     restart_limit: int = 5
     verify_interval: float | None = None
     zone: str = ""
+    peer: PeerOptions | None = None
 
     @property
     def run_id(self) -> str | None:
@@ -132,6 +134,7 @@ class EngineHost:
         self.activation = "reload"
         self._loader: InPlaceLoader | None = None
         self._plugin: Plugin | None = None
+        self.peer: PeerReceiver | None = None
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL. EngineStartError carries the engine's last lines."""
@@ -144,6 +147,9 @@ class EngineHost:
                 await self._find(engine, spec.wanted)
             self._loader = await self._in_place(engine)
             self.replica = Replica(settings, engine, loader=self._loader)
+            if spec.peer is not None and spec.checkpoint is not None:
+                name = spec.replica_id
+                self.peer = PeerReceiver(name, engine, self.replica.activator, spec.checkpoint, spec.peer)
             served = await self.replica.attach(spec.run_id)
             if served is None and self._make_stager is None and spec.command is not None:
                 info = await engine.server_info()
@@ -294,6 +300,12 @@ class EngineHost:
         """Give the update up."""
         await self._running().activator.abort_update(reason)
 
+    def receiver(self) -> PeerReceiver:
+        """The engine's side of peer-to-peer updates."""
+        if self.peer is None:
+            raise EngineError(f"{self.spec.replica_id} does not receive weights peer to peer")
+        return self.peer
+
     # --- status -------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
@@ -303,6 +315,7 @@ class EngineHost:
         own = {"process_up": up, "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
         own["activation"] = self.activation
         own["engine"] = None if self.found is None else self.found.to_json()
+        own["peer"] = self.peer.describes if self.peer is not None else None
         own["loader"] = self._loader.describe() if self._loader is not None else None
         return {**replica.status(), **own}
 
@@ -319,6 +332,8 @@ class EngineHost:
             embedded = self.found is None or self.found.embedded
         if spec.checkpoint is None or embedded:
             return await replica.engine.weights_digest()
+        if self.peer is not None:
+            return await self.peer.digests()
         async with replica.activator.undisturbed():
             if self._loader is not None:
                 return await self._loader.plugin.digests(spec.checkpoint)
@@ -347,7 +362,7 @@ class EngineHost:
                     await task
         if self._server is not None:
             await self._server.stop(drain_seconds)
-        for plugin in (self._plugin, self._loader and self._loader.plugin):
+        for plugin in (self._plugin, self._loader and self._loader.plugin, self.peer):
             if plugin is not None:
                 plugin.close()
         if self.replica is not None:

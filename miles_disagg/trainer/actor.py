@@ -33,7 +33,8 @@ from miles_disagg.weights.digest import digest
 class PublicationSpec:
     """How this run's sources publish.
 
-    transport: `disk` (to store_url) or `broadcast` (backend of the process group). snapshot: the base checkpoint.
+    transport: `disk` (to store_url), `broadcast` (backend of the process group) or `p2p` (over p2p_transport).
+    snapshot: the base checkpoint.
     companions: files put beside full versions. encoding: of deltas, None for full versions; snapshot_device: where the
     published bytes are kept to compare with. post_write_path: hook for mounts. Times in seconds, sizes in bytes.
     """
@@ -49,6 +50,7 @@ class PublicationSpec:
     encoding: str | None = None
     snapshot_device: str = "auto"
     post_write_path: str | None = None
+    p2p_transport: str = "nixl"
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"publish": 1, "control": 2})  # pyright: ignore[reportCallIssue]
@@ -72,13 +74,21 @@ class TrainerActor:
         """Meet the other ranks, load the model, prepare publishing. batch_size: samples per optimizer step."""
         import torch
 
+        from miles_disagg.publish.peer import PeerSource
+
         if not torch.cuda.is_available():
             torch.set_num_threads(1)
         from miles_disagg.trainer.megatron.trainer import MegatronTrainer
 
         self._publication, self._advantages, self._batch_size = publication, spec.advantages, batch_size
         self._trainer = MegatronTrainer(spec, rank)
-        if self._trainer.is_source:
+        if publication.transport == "p2p":  # every rank sends its own shards
+            name = f"trainer rank {rank.rank}"
+            shards = self._trainer.shards()
+            self._source = PeerSource(
+                shards, name=name, transport=publication.p2p_transport, timeout=publication.timeout
+            )
+        elif self._trainer.is_source:
             self._source = _make_source(publication, self._trainer.source_index)
 
     def source_index(self) -> int | None:
@@ -98,6 +108,10 @@ class TrainerActor:
                 self._trainer.export(lambda _: None, self._publication.bucket_bytes)
                 return
             self._source.open(self._publication.timeout)
+            if self._publication.transport == "p2p":
+                self._trainer.check_copies()
+                self._source.stage()
+                return
             self._trainer.export(self._source.stage, self._publication.bucket_bytes)
 
     @ray.method(concurrency_group="publish")
@@ -123,6 +137,21 @@ class TrainerActor:
         with self._timeline.span("send", ref.version):
             engines = [ActorTarget(*target) for target in targets]
             return dict(asyncio.run(self._source.send(str(ref), engines, whole=whole)))
+
+    def peer_layout(self) -> Any:
+        """Peer to peer: what this rank holds."""
+        return self._source.layout()
+
+    def peer_route(self, route: Any) -> int:
+        """Peer to peer: adopt this rank's part of the plan; bytes of its send buffer."""
+        self._source.route(route)
+        return route.packed_bytes
+
+    @ray.method(concurrency_group="publish")
+    def peer_send(self, ref: VersionRef, links: Sequence[Any], seat: Any = None) -> Any:
+        """Peer to peer: send this rank's part of what was staged to the linked engine ranks."""
+        with self._timeline.span("send", ref.version):
+            return self._source.send(str(ref), links, seat)
 
     @ray.method(concurrency_group="publish")
     def discard(self) -> None:

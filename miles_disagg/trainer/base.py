@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from miles_disagg.publish.peer import LocalShard
+
 NamedTensors = list[tuple[str, "torch.Tensor"]]
 ExportSink = Callable[[NamedTensors], None]
 
@@ -244,6 +246,15 @@ class Trainer(Protocol):
         Each source's `sink` gets buckets of at most `bucket_bytes` (a larger tensor travels alone). Tensors may alias
         live parameters: the sink must be done with them, or have copied them, when it returns.
         """
+        ...
+
+    def shards(self) -> list[LocalShard]:
+        """This rank's published parameters as boxes of HF tensors, for transfers that gather nothing. Not collective;
+        the parameters' memory is the live one."""
+        ...
+
+    def check_copies(self) -> None:
+        """RuntimeError if copies of a weight that are kept equal (tied embeddings between stages) came apart."""
         ...
 
     def save_checkpoint(self, directory: str) -> None:

@@ -47,6 +47,8 @@ async def train_and_compare(config) -> list[set[int]]:
     [
         ("disk-delta", "pp2"),
         ("broadcast", "pp2"),
+        ("p2p", "pp2"),
+        pytest.param("p2p", "tp2", marks=pytest.mark.slow),
         pytest.param("disk-full", "tp2", marks=pytest.mark.slow),
         pytest.param("disk-delta", "tp2", marks=pytest.mark.slow),
         pytest.param("broadcast", "tp2", marks=pytest.mark.slow),

@@ -96,7 +96,11 @@ REFUSED = [
     ("--rollout-engine sglang --sglang-port 1", "--sglang-port is set by this program: use --gateway-port"),
     ("--rollout-engine sglang --sglang-python /nowhere/python", "/nowhere/python is not an executable file"),
     # weights
-    ("--update-weight-transfer-mode p2p", "p2p is not available yet"),
+    ("--update-weight-transfer-mode p2p --update-weight-mode delta", "means --update-weight-mode full, not delta"),
+    ("--update-weight-transport p2p --update-weight-mode delta", "--update-weight-mode delta cannot go over"),
+    ("--update-weight-transfer-mode p2p --rollout-endpoint http://x --version-store s3://b/w", "hides them"),
+    ("--update-weight-p2p-transport torch", "--update-weight-p2p-transport is for peer-to-peer updates"),
+    ("--update-weight-p2p-staging never", "--update-weight-p2p-staging is for peer-to-peer updates"),
     ("--update-weight-transfer-mode disk-delta --update-weight-mode full", "means --update-weight-mode delta, not"),
     ("--update-weight-transfer-mode broadcast --update-weight-transport disk", "means --update-weight-transport"),
     ("--colocate", "--colocate: trainer and engines are separate systems"),
@@ -175,8 +179,17 @@ def test_what_cannot_work_is_refused_by_flags_that_exist(flags: str, says: str):
         assert named <= known, f"names a flag that does not exist: {problem}"
 
 
+def test_nixl_that_is_not_installed_is_named_with_both_ways_out(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (found,) = problems("--update-weight-transfer-mode", "p2p")
+    assert "pip install 'miles-disagg[p2p]'" in found
+    assert "--update-weight-p2p-transport torch" in found
+    assert problems("--update-weight-transfer-mode", "p2p", "--update-weight-p2p-transport", "torch") == []
+
+
 def test_all_problems_are_reported_together():
-    found = problems("--lr", "0", "--colocate", "--update-weight-transfer-mode", "p2p", "--rollout-external")
+    p2p = ("--update-weight-transport", "p2p", "--update-weight-mode", "delta")
+    found = problems("--lr", "0", "--colocate", *p2p, "--rollout-external")
     assert len(found) >= 3
     assert any("--lr" in p for p in found)
     assert any("p2p" in p for p in found)

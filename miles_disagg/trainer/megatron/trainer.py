@@ -18,6 +18,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from miles_disagg.publish.peer import LocalShard
 from miles_disagg.trainer.base import ExportSink, RankSpec, TrainerSpec, TrainSample
 from miles_disagg.trainer.batching import plan_micro_batches
 from miles_disagg.trainer.hf_config import read_hf_config
@@ -32,6 +33,7 @@ from miles_disagg.trainer.megatron.batch import (
     with_weights,
 )
 from miles_disagg.trainer.megatron.model import DTYPES, build_model, transformer_config
+from miles_disagg.trainer.megatron.shards import local_shards
 from miles_disagg.trainer.megatron.step import (
     POLICY_SUMS,
     Loss,
@@ -204,10 +206,18 @@ class MegatronTrainer:
 
     def export(self, sink: ExportSink, bucket_bytes: int = 256 << 20) -> None:
         """See `trainer.base.Trainer.export`. RuntimeError if tied embeddings came apart between pipeline stages."""
-        convert.check_tied_copies(self.model, self.hf, self.layout)
+        self.check_copies()
         if self.layout.dp == 0:
             named = convert.gather_weights(self.model, self.hf, self.layout, self._dtypes)
             convert.export_buckets(named, sink, bucket_bytes)
+
+    def shards(self) -> list[LocalShard]:
+        """See `trainer.base.Trainer.shards`."""
+        return local_shards(self.model, self.hf, self.layout, self._dtypes)
+
+    def check_copies(self) -> None:
+        """See `trainer.base.Trainer.check_copies`."""
+        convert.check_tied_copies(self.model, self.hf, self.layout)
 
     def save_checkpoint(self, directory: str) -> None:
         """See `trainer.base.Trainer.save_checkpoint`. FileExistsError if `directory` exists."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .peer import Peer
 from .weights import LiveWeights, Staged
 
 # Every tensor operation gives the interpreter lock away, and a polling scheduler keeps it for a whole switch interval
@@ -30,11 +31,12 @@ class Session:
 
     def __init__(self, model: Any, directory: str, checkpoint: str):
         self._lock = threading.Lock()
-        self._staged: tuple[str, Staged] | None = None
+        self._staged: tuple[str, Staged | Peer] | None = None
         self._directory = directory
         self._tracked: int | None = None  # fingerprint that the live weights should have
         self.failure: str | None = None
         self._weights: LiveWeights | None = None
+        self._peer: Peer | None = None
         begun = time.perf_counter()
         try:
             self._weights = LiveWeights(model, checkpoint)
@@ -54,6 +56,8 @@ class Session:
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
+        if self._peer is not None:
+            self._peer.close()
 
     def commit(self, identity: str) -> None:
         """In the scheduler: scatter what was staged as `identity` and note how it went. Never raises."""
@@ -67,9 +71,13 @@ class Session:
                     raise RuntimeError("parameters were moved since the map was recorded")
                 if self._live.device.type == "cuda":
                     torch.cuda.synchronize(self._live.device)  # a batch may still be running on another stream
-                self._live.scatter(staged[1])
-                if self._tracked is not None:
-                    self._tracked = (self._tracked + staged[1].added) % 2**64
+                if isinstance(staged[1], Peer):
+                    self._tracked = None
+                    staged[1].land()
+                else:
+                    self._live.scatter(staged[1])
+                    if self._tracked is not None:
+                        self._tracked = (self._tracked + staged[1].added) % 2**64
             result = {"ok": True, "seconds": time.perf_counter() - begun}
         except BaseException as error:
             self._tracked = None
@@ -151,6 +159,40 @@ class Session:
         with self._lock:
             self._staged = self._tracked = None
         return {}
+
+    # --- peer to peer -------------------------------------------------------------------------------
+
+    @property
+    def _peered(self) -> Peer:
+        if self._peer is None:
+            self._peer = Peer(self._live, f"engine-rank-{self._rank}")
+        return self._peer
+
+    def _do_peer_layout(self) -> dict[str, Any]:
+        return self._peered.layout()
+
+    def _do_peer_prepare(self, pieces: list[str], **options: Any) -> dict[str, Any]:
+        """pieces: one file a rank."""
+        return self._peered.prepare(pieces[self._rank], **options)
+
+    def _do_peer_ready(self) -> dict[str, Any]:
+        return self._peered.ready()
+
+    def _do_peer_receive(
+        self, group: dict[str, Any], ranks: list[int], writes: list[list[list[int]]]
+    ) -> dict[str, Any]:
+        self._peered.receive(group, ranks[self._rank], writes[self._rank])
+        return {}
+
+    def _do_peer_verify(self, id: str, sums: list[list[list[Any]]], given: bool) -> dict[str, Any]:
+        """What arrived is right: the commit of `id` lands it. given: it was written into the live weights."""
+        self._peered.verify(sums[self._rank], given)
+        with self._lock:
+            self._staged = (id, self._peered)
+        return {}
+
+    def _do_peer_give(self, to: list[dict[str, Any]], timeout: float) -> dict[str, Any]:
+        return {"sums": self._peered.give(to[self._rank], timeout)}
 
     def _do_verify(self) -> dict[str, Any]:
         """Fingerprint all live weights and compare with the one tracked; the first call only takes it."""

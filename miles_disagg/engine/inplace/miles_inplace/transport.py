@@ -1,0 +1,235 @@
+"""Moving bytes between processes: NIXL one-sided writes, and torch.distributed sends and receives.
+
+Imported by the engine's plugin and by the trainer, so nothing but torch, NIXL and the standard library here. What is
+sent where is the callers'.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+_POLL_SECONDS = 2e-4
+_CHUNK_WORDS = 1 << 23  # of 8 bytes, for a checksum each
+
+Region = tuple[int, int, int]
+"""Address, bytes, number of the CUDA device (0 for host memory)."""
+
+
+class TransportError(Exception):
+    """A transfer that did not happen, or not completely."""
+
+
+def nixl_api() -> Any:
+    """NIXL's Python API from the wheel that fits this torch; TransportError says what to install."""
+    newer = int((torch.version.cuda or "12").split(".")[0]) >= 13
+    names = ("nixl_cu13", "nixl_cu12") if newer else ("nixl_cu12", "nixl_cu13")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    errors = []
+    for name in names:
+        try:
+            api = importlib.import_module(f"{name}._api")
+        except ImportError as error:
+            errors.append(f"{name}: {error}")
+            continue
+        api.logger.setLevel("WARNING")
+        return api
+    raise TransportError(f"NIXL cannot be imported ({'; '.join(errors)}): install {names[0].replace('_', '-')}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One-sided writes to one peer. `key`: of everything but the bytes, so that a prepared job is used again."""
+
+    key: tuple[Any, ...]
+    metadata: bytes
+    local: Sequence[Region]
+    remote: Sequence[Region]
+    remote_cuda: bool
+
+
+class Nixl:
+    """A NIXL agent over UCX. Memory is registered once; peers are known by their metadata. Not for several threads."""
+
+    def __init__(self, name: str):
+        api = nixl_api()
+        config = api.nixl_agent_config(backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        try:
+            self._agent = api.nixl_agent(name, config)
+        except Exception as error:
+            raise TransportError(f"NIXL has no UCX backend here: {type(error).__name__}: {error}") from error
+        self._cuda = False
+        self._registered: list[Any] = []
+        self._peers: dict[str, bytes] = {}
+        self._ready: dict[tuple[Any, ...], tuple[str, Any, list[Any]]] = {}
+
+    def register(self, regions: Sequence[Region], *, cuda: bool) -> None:
+        """Make memory reachable for peers and sendable from here."""
+        self._cuda = cuda
+        described = [(*region, "") for region in regions]
+        self._registered.append(self._agent.register_memory(described, mem_type=_memory(cuda)))
+
+    def metadata(self) -> bytes:
+        """What a peer needs to write here; changes when memory is registered."""
+        return self._agent.get_agent_metadata()
+
+    def write(self, jobs: Sequence[Job], timeout: float) -> list[str | None]:
+        """Write all jobs side by side; for each one None, or why it did not complete within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        errors: list[str | None] = [None] * len(jobs)
+        running: dict[int, Any] = {}
+        for i, job in enumerate(jobs):
+            try:
+                handle = self._prepared(job)
+                if self._agent.transfer(handle) != "DONE":
+                    running[i] = handle
+            except Exception as error:
+                errors[i] = self._failed(job, error)
+        while running:
+            for i, handle in list(running.items()):
+                try:
+                    state = self._agent.check_xfer_state(handle)
+                    if state == "ERR":
+                        raise TransportError("the write failed")
+                    if state == "DONE":
+                        del running[i]
+                    elif time.monotonic() > deadline:
+                        raise TransportError(f"the write was not done after {timeout:g} s")
+                except Exception as error:
+                    del running[i]
+                    errors[i] = self._failed(jobs[i], error)
+            time.sleep(_POLL_SECONDS)
+        return errors
+
+    def close(self) -> None:
+        """Let go of peers and registrations."""
+        for key in list(self._ready):
+            self._forget(key)
+        for region in self._registered:
+            self._agent.deregister_memory(region)
+        self._registered.clear()
+
+    def _prepared(self, job: Job) -> Any:
+        ready = self._ready.get(job.key)
+        if ready is not None and self._peers.get(ready[0]) == job.metadata:
+            return ready[1]
+        if ready is not None:
+            self._forget(job.key)
+        name = self._connect(job.metadata)
+        local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", list(job.local), mem_type=_memory(self._cuda))
+        remote = self._agent.prep_xfer_dlist(name, list(job.remote), mem_type=_memory(job.remote_cuda))
+        index = list(range(len(job.local)))
+        handle = self._agent.make_prepped_xfer("WRITE", local, index, remote, index)
+        self._ready[job.key] = (name, handle, [local, remote])
+        return handle
+
+    def _connect(self, metadata: bytes) -> str:
+        known = next((name for name, seen in self._peers.items() if seen == metadata), None)
+        if known is not None:
+            return known
+        name = self._agent.add_remote_agent(metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        self._peers[name] = metadata
+        return name
+
+    def _failed(self, job: Job, error: Exception) -> str:
+        self._forget(job.key)
+        return f"{type(error).__name__}: {error}"
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        ready = self._ready.pop(key, None)
+        if ready is None:
+            return
+        name, handle, sides = ready
+        for release in (handle, *sides):
+            try:
+                release.release()
+            except Exception:  # an active transfer that cannot be cancelled keeps its handle
+                continue
+        if not any(other[0] == name for other in self._ready.values()):
+            self._peers.pop(name, None)
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception:
+                return
+
+
+def _memory(cuda: bool) -> str:
+    return "VRAM" if cuda else "DRAM"
+
+
+class Pairs:
+    """A torch.distributed group for sends and receives between its ranks; joined for one update and left."""
+
+    def __init__(self, *, address: str, port: int, rank: int, world: int, name: str, backend: str, timeout: float):
+        from torch.distributed.distributed_c10d import (
+            Backend,
+            PrefixStore,
+            _new_process_group_helper,
+            _world,
+            rendezvous,
+        )
+
+        limit = timedelta(seconds=timeout)
+        host = f"[{address}]" if ":" in address else address
+        try:
+            store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, world, timeout=limit))
+            store.set_timeout(limit)
+            self._group, _ = _new_process_group_helper(
+                world,
+                rank,
+                [],
+                Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,  # type: ignore[arg-type]
+                timeout=limit,
+            )
+        except Exception as error:
+            raise TransportError(f"rank {rank} of {world} did not meet the others at {host}:{port}: {error}") from error
+        _world.pg_group_ranks[self._group] = {i: i for i in range(world)}
+
+    def send(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Send each tensor (contiguous) to a rank; returns when all have gone."""
+        self._wait([self._group.send([tensor], to, 0) for to, tensor in tensors])
+
+    def receive(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Receive into each tensor (contiguous) from a rank, in the order they were sent."""
+        self._wait([self._group.recv([tensor], frm, 0) for frm, tensor in tensors])
+
+    def leave(self) -> None:
+        """Destroy this side of the group."""
+        torch.distributed.destroy_process_group(self._group)
+
+    @staticmethod
+    def _wait(works: Sequence[Any]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise TransportError(str(error).splitlines()[0]) from error
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """Address, bytes and device of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.nbytes, tensor.device.index or 0
+
+
+def checksums(flat: torch.Tensor) -> list[int]:
+    """Sums (wrapping) of the 8-byte words of a uint8 tensor whose size is a multiple of 8, 64 MiB at a time."""
+    words = flat.view(torch.int64)
+    parts = [words[at : at + _CHUNK_WORDS].sum() for at in range(0, words.numel(), _CHUNK_WORDS)]
+    return torch.stack(parts).tolist() if parts else []
+
+
+def element_sum(view: torch.Tensor, integer: torch.dtype) -> torch.Tensor:
+    """Sum of a tensor's elements read as integers of their size: int64 scalar."""
+    return view.view(integer).sum(dtype=torch.int64)

@@ -1,0 +1,256 @@
+"""Publication peer to peer, the trainer's side: every rank sends its own shards straight to the engines' ranks.
+
+A `PeerSource` lives in each trainer rank. The trainer waits only while `stage` packs this rank's shards, converted to
+the engines' types, into a send buffer that is registered once; `send` runs behind the next step. Nothing is gathered.
+What goes where is `weights.transfer.plan`'s; the engine's half is `engine.inplace`'s plugin; who calls whom is
+`cluster.peer`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from miles_disagg.domain.errors import DeadlineExceeded, PublicationFailed
+from miles_disagg.engine.inplace.miles_inplace.memory import INTEGERS
+from miles_disagg.engine.inplace.miles_inplace.transport import (
+    Job,
+    Nixl,
+    Pairs,
+    Region,
+    TransportError,
+    checksums,
+    element_sum,
+    region,
+)
+from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage
+from miles_disagg.weights.transfer.link import GroupSeat, Link, Sums
+from miles_disagg.weights.transfer.plan import Piece, Plan, Write, runs
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One parameter of this rank: its elements as boxes of checkpoint tensors, and the checkpoint's type."""
+
+    parameter: torch.Tensor
+    blocks: tuple[Block, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Route:
+    """One rank's part of the plan. writes: in order, of every target; dtypes: of the targets' storages by piece."""
+
+    source: int
+    pieces: tuple[Piece, ...]
+    packed: tuple[Piece, ...]
+    packed_bytes: int
+    writes: tuple[Write, ...]
+    dtypes: Mapping[tuple[int, int], str]
+
+    @classmethod
+    def of(cls, plan: Plan, source: int, bucket: int) -> Route:
+        """Cut the plan for `source`, with writes of at most `bucket` bytes."""
+        pieces = tuple(p for p in plan.pieces if p.source == source)
+        dtypes = {(p.target, p.target_storage): plan.targets[p.target].storages[p.target_storage].dtype for p in pieces}
+        writes = tuple(w for w in plan.writes(bucket) if w.source == source)
+        return cls(source, pieces, tuple(plan.of_source(source)), plan.packed_bytes[source], writes, dtypes)
+
+
+@dataclass
+class Sent:
+    """What one rank's `send` did: by target, why it failed, and the checksums of what went. moved: 1 if any bit of
+    this rank's shards changed since the version before, else 0."""
+
+    errors: dict[int, str] = field(default_factory=dict)
+    sums: dict[int, Sums] = field(default_factory=dict)
+    wire_bytes: int = 0
+    seconds: float = 0.0
+    export_seconds: float = 0.0
+    moved: int = 0
+
+
+class PeerSource:
+    """One trainer rank's half. States: routed -> staging -> sending -> idle; keeps one packed copy of its shards.
+
+    transport: `nixl` or `torch`. timeout: seconds of one update's transfer.
+    """
+
+    def __init__(self, shards: Sequence[LocalShard], *, name: str, transport: str, timeout: float):
+        self._shards, self._name, self._transport, self._timeout = list(shards), name, transport, timeout
+        self._device = self._shards[0].parameter.device
+        self._nixl: Nixl | None = None
+        self._route: Route | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, torch.dtype]] = []
+        self._idle = threading.Event()
+        self._idle.set()
+        self._staged = False
+        self._export_seconds = 0.0
+        self._seen: tuple[str, list[int], int] = ("", [], 0)  # version, checksums, moved
+
+    def layout(self) -> RankLayout:
+        """This rank's parameters, one storage each."""
+        storages = tuple(
+            Storage(s.parameter.numel(), s.parameter.element_size(), str(s.parameter.dtype).removeprefix("torch."))
+            for s in self._shards
+        )
+        return RankLayout(self._name, storages, tuple(b for s in self._shards for b in s.blocks))
+
+    def route(self, route: Route) -> None:
+        """Adopt a plan: make the send buffer and register it."""
+        if not self._idle.wait(self._timeout):
+            raise DeadlineExceeded("the previous transfer", self._timeout)
+        if self._nixl is not None:
+            self._nixl.close()
+        self._route, self._staged = route, False
+        self._buffer = torch.zeros(route.packed_bytes, dtype=torch.uint8, device=self._device)
+        self._copies = [self._copy(piece, route) for piece in route.packed]
+        if self._transport == "nixl" and route.packed_bytes:
+            try:
+                self._nixl = Nixl(f"{self._name.replace(' ', '-')}-{uuid.uuid4().hex[:8]}")
+                self._nixl.register([region(self._buffer)], cuda=self._device.type == "cuda")
+            except TransportError as error:
+                raise PublicationFailed(f"{self._name}: {error}") from error
+
+    def _copy(self, piece: Piece, route: Route) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+        shard = self._shards[piece.source_storage]
+        wire = getattr(torch, route.dtypes[piece.target, piece.target_storage])
+        source = shard.parameter.detach().view(-1)
+        source = source.as_strided(piece.shape, piece.source_strides, source.storage_offset() + piece.source_offset)
+        packed = self._buffer[piece.packed : piece.packed + piece.nbytes].view(wire).view(piece.shape)
+        return source, packed, shard.dtype
+
+    def open(self, timeout: float) -> float:
+        """Start staging; waits for the previous send to settle. Seconds waited, or DeadlineExceeded."""
+        started = time.monotonic()
+        if not self._idle.wait(timeout):
+            raise DeadlineExceeded("the previous peer-to-peer transfer", timeout, "it has neither ended nor failed")
+        self._idle.clear()
+        return time.monotonic() - started
+
+    @torch.no_grad()
+    def stage(self) -> None:
+        """Pack this rank's shards, in the checkpoint's and then the engines' types; they may change afterwards."""
+        if self._idle.is_set():
+            raise PublicationFailed("stage() without open()")
+        if self._route is None:
+            raise PublicationFailed(f"{self._name} has no transfer plan")
+        started = time.monotonic()
+        plain = [(s, d) for s, d, dtype in self._copies if s.dtype == d.dtype == dtype]
+        if plain:
+            torch._foreach_copy_([d for _, d in plain], [s for s, _ in plain])
+        for source, packed, dtype in self._copies:
+            if not source.dtype == packed.dtype == dtype:
+                packed.copy_(source.to(dtype))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._staged = True
+        self._export_seconds = time.monotonic() - started
+
+    def send(self, version: str, links: Sequence[Link], group: GroupSeat | None = None) -> Sent:
+        """Send what was staged to the linked engine ranks. Failures of single targets are in the result.
+
+        group: where to meet them, with torch.distributed. The staged bytes stay, to be sent again.
+        """
+        started = time.monotonic()
+        try:
+            route = self._route
+            if route is None or not self._staged:
+                raise PublicationFailed(f"{self._name} has staged nothing to send")
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            sent = Sent(export_seconds=self._export_seconds)
+            mine = {link.target: link for link in links}
+            writes = [w for w in route.writes if w.target in mine]
+            sent.wire_bytes = sum(w.nbytes for w in writes)
+            if group is not None:
+                self._send_in_group(group, mine, writes, sent)
+            else:
+                self._send_one_sided(route, mine, writes, sent)
+            sent.seconds = time.monotonic() - started
+            self._note_sums(version, route, mine, writes, sent)
+            return sent
+        finally:
+            self._idle.set()
+
+    def _send_one_sided(self, route: Route, links: Mapping[int, Link], writes: Sequence[Write], sent: Sent) -> None:
+        jobs: list[Job] = []
+        targets: list[int] = []
+        for target, link in links.items():
+            if link.mode == "staging":
+                pairs = [(w.packed, w.nbytes, link.base + w.staged) for w in writes if w.target == target]
+            else:
+                pairs = [run for p in route.pieces if p.target == target for run in _live_runs(p, link)]
+            if not pairs:
+                continue
+            here, number = self._buffer.data_ptr(), self._device.index or 0
+            local: list[Region] = [(here + at, n, number) for at, n, _ in pairs]
+            remote: list[Region] = [(address, n, link.device) for _, n, address in pairs]
+            jobs.append(Job((target, link.token), link.metadata, local, remote, link.cuda))
+            targets.append(target)
+        if jobs:
+            assert self._nixl is not None
+            for target, error in zip(targets, self._nixl.write(jobs, self._timeout), strict=True):
+                if error is not None:
+                    sent.errors[target] = f"{self._name}: {error}"
+
+    def _send_in_group(self, group: GroupSeat, links: Mapping[int, Link], writes: Sequence[Write], sent: Sent) -> None:
+        assert self._route is not None
+        seats = {target: group.ranks[i] for i, target in enumerate(sorted(links))}
+        try:
+            pairs = Pairs(rank=self._route.source, **group.fields())
+            try:
+                pairs.send([(seats[w.target], self._buffer[w.packed : w.packed + w.nbytes]) for w in writes])
+            finally:
+                pairs.leave()
+        except TransportError as error:
+            sent.errors.update({target: f"{self._name}: {error}" for target in links})
+
+    def _note_sums(
+        self, version: str, route: Route, links: Mapping[int, Link], writes: Sequence[Write], sent: Sent
+    ) -> None:
+        areas: dict[tuple[int, int], list[int]] = {}
+        for w in writes:
+            if links[w.target].mode == "staging":
+                key = (w.packed, w.nbytes)
+                if key not in areas:
+                    areas[key] = checksums(self._buffer[w.packed : w.packed + w.nbytes])
+                sent.sums.setdefault(w.target, []).append([w.staged, w.nbytes, areas[key]])
+        by_piece: dict[int, int] = {}
+        for p in route.pieces:
+            if p.target in links and links[p.target].mode == "direct":
+                if not by_piece:
+                    by_piece = self._piece_sums()
+                sent.sums.setdefault(p.target, []).append([p.staged, p.nbytes, [by_piece[p.packed]]])
+        if self._seen[0] != version:
+            whole = checksums(self._buffer)
+            self._seen = (version, whole, int(whole != self._seen[1]))
+        sent.moved = self._seen[2]
+
+    def _piece_sums(self) -> dict[int, int]:
+        assert self._route is not None
+        values = torch.stack([element_sum(packed, INTEGERS[packed.itemsize]) for _, packed, _ in self._copies])
+        return {piece.packed: value for piece, value in zip(self._route.packed, values.tolist(), strict=True)}
+
+    def discard(self) -> None:
+        """What was staged will not be sent for now."""
+        self._idle.set()
+
+    def describe(self) -> dict[str, Any]:
+        """Bytes of the send buffer: the only extra memory of this rank."""
+        return {"name": self._name, "packed_bytes": self._buffer.numel()}
+
+
+def _live_runs(piece: Piece, link: Link) -> list[tuple[int, int, int]]:
+    """(byte offset in the send buffer, bytes, address) of a piece's contiguous runs in the live weights."""
+    size = piece.nbytes // max(1, math.prod(piece.shape))
+    base = link.slots[piece.target_storage]
+    return [(piece.packed + at * size, n * size, base + there * size) for at, there, n in runs(piece)]

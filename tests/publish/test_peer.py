@@ -1,0 +1,185 @@
+"""Peer-to-peer transfers between sharded ranks: NIXL over host memory, and gloo; no process but this one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_disagg.domain.errors import DeadlineExceeded, PublicationFailed
+from miles_disagg.engine.inplace.miles_inplace.transport import Job, Nixl, TransportError, region
+from miles_disagg.engine.launch import free_port
+from miles_disagg.weights.transfer.layouts import (
+    EngineParallel,
+    ModelSizes,
+    TrainerParallel,
+    engine_layouts,
+    trainer_layouts,
+)
+from miles_disagg.weights.transfer.link import GroupSeat
+from tests.fakes.sharded import Pair, random_tensors
+
+DENSE = ModelSizes(vocab=101, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8)
+EXPERTS = ModelSizes(
+    vocab=101, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8, experts=4, expert_ffn=16, tied=True
+)
+Make = Callable[..., Pair]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    pairs: list[Pair] = []
+
+    def build(model: ModelSizes, trainer: TrainerParallel, *engines: EngineParallel, **options: object) -> Pair:
+        targets = [layout for i, e in enumerate(engines) for layout in engine_layouts(model, e, name=f"engine-{i}")]
+        pair = Pair(tmp_path / str(len(pairs)), model, trainer_layouts(model, trainer), targets, **options)  # type: ignore[arg-type]
+        pairs.append(pair)
+        return pair
+
+    yield build
+    for pair in pairs:
+        pair.close()
+
+
+def send(pair: Pair, version: str, links=None, seat: GroupSeat | None = None):
+    return [rank.source.send(version, pair.links if links is None else links, seat) for rank in pair.ranks]
+
+
+def arrive(pair: Pair, sent) -> None:
+    for target, peer in enumerate(pair.peers):
+        assert [s.errors for s in sent if s.errors] == []
+        peer.verify([row for s in sent for row in s.sums.get(target, [])], False)
+        peer.land()
+
+
+@pytest.mark.parametrize("staging", ["always", "never"])
+@pytest.mark.parametrize(
+    ("model", "trainer", "engines"),
+    [
+        (DENSE, TrainerParallel(), (EngineParallel(),)),
+        (DENSE, TrainerParallel(tensor=2), (EngineParallel(), EngineParallel())),
+        (DENSE, TrainerParallel(pipeline=2, data=2), (EngineParallel(tensor=2),)),
+        (EXPERTS, TrainerParallel(tensor=2, data=2, expert=4), (EngineParallel(tensor=2),)),
+        (EXPERTS, TrainerParallel(data=2, expert=2), (EngineParallel(tensor=2, expert=2),)),
+    ],
+)
+def test_engine_ranks_hold_exactly_what_the_trainer_ranks_staged_over_nixl(make, model, trainer, engines, staging):
+    pair = make(model, trainer, *engines, staging=staging, bucket=4096)
+    moved = []
+    for version in (1, 2, 2):  # the last time nothing changes
+        tensors = random_tensors(model, version)
+        pair.stage(tensors)
+        sent = send(pair, f"v{version}.{len(moved)}")
+        if staging == "always" and len(moved) < 2:
+            assert pair.wrong(tensors), "staged bytes reached the live weights before they were landed"
+        arrive(pair, sent)
+        assert pair.wrong(tensors) == []
+        moved.append(max(s.moved for s in sent))
+    assert moved == [1, 1, 0]
+
+
+def test_an_engine_gives_its_weights_to_an_equal_one(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel(), EngineParallel())
+    tensors = random_tensors(DENSE, 5)
+    pair.stage(tensors)
+    first = pair.links[:1]
+    (sent,) = send(pair, "v1", first)
+    pair.peers[0].verify(sent.sums[0], False)
+    pair.peers[0].land()
+    assert {line.split(" ")[0] for line in pair.wrong(tensors)} == {"engine-1"}
+    sums = pair.peers[0].give(pair.answers[1], 30.0)
+    pair.peers[1].verify(sums, True)
+    pair.peers[1].land()
+    assert pair.wrong(tensors) == []
+
+
+@pytest.mark.parametrize("staging", ["always", "never"])
+def test_half_a_transfer_is_found_by_its_checksums(make, staging):
+    pair = make(DENSE, TrainerParallel(pipeline=2), EngineParallel(), staging=staging)
+    pair.stage(random_tensors(DENSE, 6))
+    half = pair.ranks[0].source.send("v1", pair.links)  # the other rank died before its first write
+    lost = pair.ranks[1].source
+    expected = lost.send("v1", []).sums
+    assert expected == {}
+    rows = list(half.sums[0])
+    whole = [*rows, *_sums_of(pair, 1)]
+    with pytest.raises(RuntimeError, match="not what was sent"):
+        pair.peers[0].verify(whole, False)
+
+
+def _sums_of(pair: Pair, source: int):
+    """What a source would have announced: sent to a twin of the engine."""
+    twin = Pair(
+        pair.root / "twin", pair.model, list(pair.plan.sources), [e.layout for e in pair.engines], staging=pair.staging
+    )
+    twin.stage(random_tensors(pair.model, 6))
+    sums = twin.ranks[source].source.send("v1", twin.links).sums[0]
+    twin.close()
+    return sums
+
+
+def test_memory_that_moved_is_registered_anew_and_the_old_link_is_dead(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel())
+    old = pair.answers[0]["token"]
+    assert pair.peers[0].ready()["token"] == old
+    pair.engines[0].storages[0].data = pair.engines[0].storages[0].clone()
+    assert pair.peers[0].ready() == {"token": ""}
+    with pytest.raises(RuntimeError, match="moved"):
+        pair.peers[0].land()
+
+
+def test_a_target_that_is_gone_is_named_and_the_others_get_their_bytes(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel(), EngineParallel())
+    tensors = random_tensors(DENSE, 8)
+    pair.stage(tensors)
+    links = pair.links
+    broken = links[1].__class__(**{**links[1].__dict__, "base": links[1].base + (1 << 40)})
+    (sent,) = send(pair, "v1", [links[0], broken])
+    assert list(sent.errors) == [1]
+    assert sent.errors[1].startswith("trainer rank 0: ")
+    pair.peers[0].verify(sent.sums[0], False)
+    pair.peers[0].land()
+    (sent,) = send(pair, "v1")  # the staged bytes are still there
+    arrive(pair, [sent])
+    assert pair.wrong(tensors) == []
+
+
+def test_staging_waits_for_the_send_before_it_and_needs_a_plan(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel())
+    source = pair.ranks[0].source
+    with pytest.raises(PublicationFailed, match="without open"):
+        source.stage()
+    source.open(1.0)
+    with pytest.raises(DeadlineExceeded, match="previous peer-to-peer transfer"):
+        source.open(0.05)
+    source.discard()
+    with pytest.raises(PublicationFailed, match="staged nothing"):
+        source.send("v1", pair.links)
+
+
+def test_a_write_that_cannot_end_stops_at_its_deadline():
+    """A remote agent whose process is gone: the write fails or runs into the deadline, and says so."""
+    here = Nixl("test-writer")
+    local = torch.zeros(1 << 20, dtype=torch.uint8)
+    here.register([region(local)], cuda=False)
+    job = Job(("x",), b"not metadata", [region(local)], [(0, 1 << 20, 0)], False)
+    results: list[str | None] = []
+    thread = threading.Thread(target=lambda: results.extend(here.write([job], 1.0)))
+    thread.start()
+    thread.join(30)
+    assert results
+    assert results[0] is not None
+    here.close()
+
+
+def test_gloo_ranks_that_do_not_meet_say_where(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel(), transport="torch")
+    pair.stage(random_tensors(DENSE, 9))
+    seat = GroupSeat("127.0.0.1", free_port(), 2, "p2p-alone", "gloo", 1.0, (1,))
+    (sent,) = send(pair, "v1", seat=seat)
+    assert "did not meet the others" in sent.errors[0]
+    with pytest.raises(TransportError, match="rank 1 of 2 did not meet"):
+        pair.peers[0].receive({**seat.fields(), "port": free_port()}, 1, [])
