@@ -103,7 +103,7 @@ class Wanted:
 
     model: ModelFacts
     dtype: str
-    transport: Literal["broadcast", "disk"]
+    transport: Literal["broadcast", "disk", "p2p"]
     tokens: int
 
 

@@ -278,7 +278,7 @@ class Activator:
         )
         await self.receive(receive, f"bucket {update.buckets + 1}")
 
-    async def receive(self, work: Awaitable[None], what: str) -> None:
+    async def receive(self, work: Awaitable[object], what: str) -> None:
         """Change the live weights as a part of the update in progress. An error leaves the replica fenced."""
         update = self._expect_broadcast()
         update.buckets += 1
