@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_disagg.cluster import checkpoints, resume, specs
 from miles_disagg.cluster.calls import call
-from miles_disagg.cluster.connect import cluster, reserved
+from miles_disagg.cluster.connect import cluster, incarnation, reserved
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.peer import PeerChannel
@@ -182,7 +182,7 @@ def _trackers(config: RunConfig) -> list[Tracker]:
 def _start_here(actor_class: Any, run_id: str, name: str, *args: Any) -> Any:
     """An actor on the driver's node, where the run directory and the prompts are; it reserves no core."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"name": name, "namespace": run_id, "num_cpus": 0, "scheduling_strategy": here}
+    options = {"name": incarnation(name), "namespace": run_id, "num_cpus": 0, "scheduling_strategy": here}
     return actor_class.options(**options).remote(*args)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -55,6 +56,11 @@ def cluster(
         ray.shutdown()
 
 
+def incarnation(name: str) -> str:
+    """A name for an actor or placement group that one of an earlier start, which Ray may still be ending, never has."""
+    return f"{name}-{secrets.token_hex(3)}"
+
+
 def available() -> Mapping[str, float]:
     """Free resources of the cluster, CPU and GPU only."""
     return {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
@@ -77,7 +83,7 @@ def reserved(
 
 def reserve(name: str, bundles: Sequence[Mapping[str, float]], strategy: str, timeout: float) -> PlacementGroup:
     """Create a placement group and wait for it; the caller removes it. See `reserved`."""
-    group = placement_group([dict(b) for b in bundles], strategy=strategy, name=name)
+    group = placement_group([dict(b) for b in bundles], strategy=strategy, name=incarnation(name))
     begin = time.monotonic()
     if group.wait(timeout_seconds=timeout):
         return group

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_disagg.cluster.calls import ActorLost, call
-from miles_disagg.cluster.connect import reserve
+from miles_disagg.cluster.connect import incarnation, reserve
 from miles_disagg.config.placement import GroupPlan
 from miles_disagg.domain.errors import DeadlineExceeded, EngineUnavailable, MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
@@ -86,7 +86,8 @@ class Fleet:
         self._watch = asyncio.create_task(self._supervise(), name="supervise engines")
 
     async def _start(self, member: Member) -> None:
-        options: dict[str, Any] = {"name": member.spec.replica_id, "namespace": member.spec.run_id, "num_cpus": 0}
+        name = incarnation(member.spec.replica_id)
+        options: dict[str, Any] = {"name": name, "namespace": member.spec.run_id, "num_cpus": 0}
         if member.placement is not None and member.plan is not None:
             bundle = member.plan.bundles[0]
             options |= {

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_disagg.cluster.calls import call, call_all
+from miles_disagg.cluster.connect import incarnation
 from miles_disagg.config.placement import GroupPlan
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event
@@ -170,7 +171,7 @@ def _rank_actor(plan: GroupPlan, placement: PlacementGroup, rank: int, run_id: s
     bundle = plan.bundles[index]
     actor_class: Any = TrainerActor
     return actor_class.options(
-        name=f"trainer-{rank}",
+        name=incarnation(f"trainer-{rank}"),
         namespace=run_id,
         num_cpus=bundle.cpus / plan.slots,
         num_gpus=bundle.gpus / plan.slots,

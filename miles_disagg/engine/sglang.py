@@ -17,6 +17,7 @@ from miles_disagg.domain.errors import EngineError, EngineUnavailable, UpdateFai
 from miles_disagg.engine.base import PauseMode
 
 _CONNECT_TIMEOUT = 10.0
+_KEEP_ALIVE = 4.0  # less than the 5 s after which SGLang closes an idle connection
 _MAX_LINE = 64 << 20  # one stream chunk carries the whole output so far
 _DETAIL = 2000
 _FLUSH_SECONDS = 2.0
@@ -69,15 +70,16 @@ class SGLangEngine:
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
-                        finished = True
-                        break
+                        finished = True  # read on to the end of the body, else the connection could not be used again
+                        continue
                     chunk = json.loads(data)
                     if "error" in chunk:
                         error = chunk["error"]
                         raise EngineError(str(error.get("message", error)), status=int(error.get("code") or 400))
                     yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
-            raise self._unavailable(path, e) from None
+            if not finished:
+                raise self._unavailable(path, e) from None
         if not finished:
             raise EngineUnavailable(f"{self.url}{path}: the stream broke off before [DONE]")
 
@@ -245,7 +247,7 @@ class SGLangEngine:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
                 read_bufsize=_MAX_LINE,
             )
         return self._session

@@ -59,6 +59,7 @@ BUILT_IN: dict[str, Callable[[Sample], float]] = {
     "math": math_answer,
     "reasoning-gym": reasoning_gym_score,
 }
+_INSTANT = (exact,)  # over before a thread would be started
 
 
 def _label(sample: Sample) -> str:
@@ -181,6 +182,8 @@ class RewardRunner:
         function = self._function
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
             return await function(sample)  # pyright: ignore[reportGeneralTypeIssues]
+        if function in _INSTANT:
+            return cast(Callable[[Sample], float], function)(sample)
         if self._isolation == "process":
             return await self._in_process(sample)
         return await self._in_thread(sample)

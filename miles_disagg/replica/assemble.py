@@ -59,12 +59,14 @@ class GenerateAssembler:
     """/generate: a chunk carries the whole text, `output_ids` and logprobs so far, or (an engine started with
     --incremental-streaming-output) what is new in them. Which it is shows in the counts of each chunk; callers see the
     whole in both cases.
+
+    sparse: ask for chunks at pauses and at the end only, of an engine that announces at a pause what it has.
     """
 
     cumulative = True
 
-    def __init__(self, body: Mapping[str, Any], rid: str):
-        self._body, self._rid = body, rid
+    def __init__(self, body: Mapping[str, Any], rid: str, *, sparse: bool = False):
+        self._body, self._rid, self._sparse = body, rid, sparse
         self.tokens, self.finished = 0, False
         self.engine_version: str | None = None
         self._prior: dict[str, Any] | None = None  # merged state at the end of the earlier legs
@@ -75,6 +77,8 @@ class GenerateAssembler:
         body = {**self._body, "stream": True, "rid": rid}
         own = body.get("extra_key")
         body["extra_key"] = cache_key if own is None else f"{own}|{cache_key}"
+        if self._sparse:
+            body["sampling_params"] = {**(body.get("sampling_params") or {}), "stream_interval": 0}
         if self._prior is not None:
             done, params = self._prior["output_ids"], dict(body.get("sampling_params") or {})
             limit = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)

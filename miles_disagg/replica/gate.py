@@ -88,7 +88,7 @@ class Gate:
 
     max_in_flight: requests admitted or waiting for an activation to end; above it, Overloaded.
     mode: what becomes of requests in flight at an activation (`--pause-generation-mode`).
-    engine_recomputes: the engine drops and recomputes its cache by itself under `retract`.
+    engine_recomputes: the engine has no prefix cache, and recomputes under `retract` by itself.
     """
 
     def __init__(self, max_in_flight: int, mode: PauseMode = "in_place", clock: Callable[[], float] = time.monotonic):
@@ -238,6 +238,8 @@ class Gate:
                     )
                     raise EngineUnavailable(self.reason)
                 version = stamped
+        if not flight.spans:
+            flight.version_start = version  # it may have waited in the engine over an activation
         if not flight.spans or flight.spans[-1].version != version:
             flight.spans.append(TokenSpan(flight.tokens, version))
         flight.tokens = total_tokens
@@ -276,12 +278,11 @@ class Gate:
         """After the engine paused: send back the flights whose cache must not survive. Returns how many.
 
         Flights without tokens start over (they may not have been prefilled yet, and would look up old prefixes after
-        the update); under `retract` every flight does, unless the engine recomputes by itself.
+        the update); under `retract` every flight does. None has to where the engine keeps no prefix.
         """
-        if self.mode == "abort":
+        if self.mode == "abort" or self.engine_recomputes:
             return 0
-        everything = self.mode == "retract" and not self.engine_recomputes
-        chosen = [f for f in self._flights if everything or f.tokens == 0]
+        chosen = [f for f in self._flights if self.mode == "retract" or f.tokens == 0]
         for flight in chosen:
             flight.interrupt(StopKind.RESTART, f"activation of {self.target}")
         return len(chosen)

@@ -52,6 +52,7 @@ class Replica:
         if int(info.get("stream_interval") or 1) != 1:
             raise EngineError(f"engine {self.engine.url} runs with --stream-interval above 1: token spans need 1")
         self.gate.engine_recomputes = bool(info.get("disable_radix_cache"))
+        self.sessions.announced_pauses = bool(info.get("announces_at_pause"))
         try:
             ref = VersionRef.parse(str(info.get("weight_version")))
         except InvalidVersionRef:

@@ -48,11 +48,20 @@ class Generation:
 
     _ids = itertools.count()
 
-    def __init__(self, request: RolloutRequest, engine: Engine, gate: Gate, replica_id: str, limits: SessionLimits):
+    def __init__(
+        self,
+        request: RolloutRequest,
+        engine: Engine,
+        gate: Gate,
+        replica_id: str,
+        limits: SessionLimits,
+        *,
+        sparse: bool = False,
+    ):
         self.request, self._engine, self._gate = request, engine, gate
         self._replica_id, self._limits = replica_id, limits
         self.assembler: Assembler = (
-            GenerateAssembler(request.body, request.rid)
+            GenerateAssembler(request.body, request.rid, sparse=sparse and not request.body.get("stream"))
             if request.path == GENERATE
             else OpenAIAssembler(request.path, request.body, request.rid)
         )
@@ -238,6 +247,7 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine, self._gate, self._replica_id = engine, gate, replica_id
+        self.announced_pauses = False  # the engine says at a pause what it has: callers who do not stream need no more
         self.limits, self._clock = limits or SessionLimits(), clock
         self._running: dict[str, Generation] = {}
         self._finished: OrderedDict[str, Answer] = OrderedDict()
@@ -281,7 +291,9 @@ class Sessions:
             self.totals["joined"] += 1
             return running
         self.totals["requests"] += 1
-        generation = Generation(request, self._engine, self._gate, self._replica_id, self.limits)
+        generation = Generation(
+            request, self._engine, self._gate, self._replica_id, self.limits, sparse=self.announced_pauses
+        )
         self._running[request.rid] = generation
         generation.task.add_done_callback(lambda _: self._finish(generation))
         return generation

@@ -25,6 +25,7 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    ignore_eos: bool = False
     seed: int | None = None
 
     def to_json(self, seed: int | None = None) -> dict[str, Any]:
@@ -40,6 +41,8 @@ class SamplingOptions:
             out["stop"] = list(self.stop)
         if self.stop_token_ids:
             out["stop_token_ids"] = list(self.stop_token_ids)
+        if self.ignore_eos:
+            out["ignore_eos"] = True
         if seed is not None:
             out["sampling_seed"] = seed
         return out

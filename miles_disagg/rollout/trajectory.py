@@ -59,6 +59,7 @@ class Trajectory:
         self._mask: list[int] = []
         self._text: list[str] = []
         self._spans: list[TokenSpan] = []
+        self._finish: FinishReason | None = None  # where it is not the last turn's
         self._submitted = time.time()
 
     @property
@@ -72,19 +73,27 @@ class Trajectory:
         return "".join(self._text)
 
     @property
+    def seed(self) -> int | None:
+        """This sample's own seed, made of --rollout-seed and its name."""
+        return self._request.seed
+
+    @property
     def remaining(self) -> int:
         """Tokens that the response may still get."""
         return self.sampling.max_new_tokens - len(self._tokens)
 
-    async def generate(self, *, max_new_tokens: int | None = None, stop: Sequence[str] | None = None) -> Turn:
-        """Let the policy go on. `stop` replaces the run's stop strings for this turn.
+    async def generate(
+        self, *, max_new_tokens: int | None = None, stop: Sequence[str] | None = None, ignore_eos: bool = False
+    ) -> Turn:
+        """Let the policy go on. `stop` replaces the run's stop strings for this turn; `ignore_eos`: only length ends
+        it.
 
         SampleRejected when nothing remains to be written, or the answer is unusable; errors of the endpoint pass.
         """
         room = min(self.remaining, max_new_tokens or self.remaining)
         if room < 1:
             raise SampleRejected("no_room", f"all {self.sampling.max_new_tokens} tokens of the response are used")
-        sampling = dataclasses.replace(self.sampling, max_new_tokens=room)
+        sampling = dataclasses.replace(self.sampling, max_new_tokens=room, ignore_eos=ignore_eos)
         if stop is not None:
             sampling = dataclasses.replace(sampling, stop=tuple(stop))
         ask, number = self._request, len(self.turns)
@@ -120,6 +129,15 @@ class Trajectory:
         self.append(tokens, text)
         return True
 
+    def cut(self, n: int) -> None:
+        """Keep the first `n` tokens of the response, at least one; the sample then ends with reason `stop`."""
+        if not 1 <= n <= len(self._tokens):
+            raise ValueError(f"cannot keep {n} of {len(self._tokens)} tokens")
+        del self._tokens[n:], self._logprobs[n:], self._mask[n:]
+        kept = self.tokenizer.decode(self._tokens, skip_special_tokens=self.sampling.skip_special_tokens)
+        self._text, self._finish = [kept], "stop"
+        self._spans = [s for s in self._spans if s.first_token < n]
+
     def _add(self, tokens: Sequence[int], text: str, mask: int, logprobs: Sequence[float]) -> None:
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
@@ -144,7 +162,7 @@ class Trajectory:
             tokens=self.tokens,
             logprobs=tuple(self._logprobs),
             text=self.text,
-            finish_reason=last.finish_reason,
+            finish_reason=self._finish or last.finish_reason,
             version_start=first.version,
             version_end=max(s.version for s in spans),
             spans=spans,

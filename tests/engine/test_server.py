@@ -25,6 +25,7 @@ from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import dtype_name, raw_bytes, serialize
 from miles_disagg.weights.digest import digest
 from tests.engine.conftest import BASE
+from tests.fakes.tcp_proxy import TcpProxy
 
 NEXT = "run/weight_v000001"
 
@@ -106,6 +107,20 @@ async def test_stream_interval_thins_the_chunks(engine: SGLangEngine):
     assert counts[0] == 1
     assert counts[-1] == 40
     assert len(counts) <= 6
+
+
+async def test_streams_one_after_another_share_a_connection(engine: SGLangEngine):
+    proxy = TcpProxy(int(engine.url.rsplit(":", 1)[1]))
+    await proxy.start()
+    through = SGLangEngine(proxy.url)
+    try:
+        for _ in range(3):
+            params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+            assert [c async for c in through.stream({"input_ids": [1], "sampling_params": params})]
+        assert proxy.connections == 1
+    finally:
+        await through.close()
+        await proxy.stop()
 
 
 # --- OpenAI ------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """The example plug-ins, each at work: token-in token-out over a real HTTP endpoint, and its part in a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from examples import calculator, data_source, log, reward, single_turn
+from examples import calculator, data_source, log, long_tail, reward, single_turn
 from examples import filter as dynamic_filter
 from miles_disagg.buffer.base import Batch
 from miles_disagg.domain.errors import SampleRejected
@@ -32,6 +33,9 @@ class Characters:
 
     def apply_chat_template(self, conversation, **kwargs):
         raise NotImplementedError
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(t) for t in tokens if t or not skip_special_tokens)
 
     def __len__(self) -> int:
         return 256
@@ -71,6 +75,19 @@ async def test_a_single_turn_is_what_the_endpoint_answers():
     assert (sample.text, sample.tokens, sample.loss_mask) == ("84", (56, 52), None)
     assert sample.logprobs == (-0.01, -0.02)
     assert gateway.requests[0]["input_ids"] == [1, 2, 3]
+
+
+async def test_a_long_tail_occupies_the_engine_and_leaves_the_sample_as_the_policy_ended_it():
+    gateway = Scripted("84\0rubbish" + "." * 200)
+    sample = await generate(gateway, long_tail.generate, SamplingOptions(max_new_tokens=160))
+    asked = gateway.requests[0]["sampling_params"]
+    assert asked["ignore_eos"] is True
+    assert asked["max_new_tokens"] == long_tail.length(5, 160)
+    assert (sample.text, sample.tokens, sample.finish_reason) == ("84", (56, 52, 0), "stop")
+    assert len(sample.logprobs) == 3
+    lengths = sorted(long_tail.length(seed, 1600) for seed in range(2000))
+    assert 140 < lengths[1000] < 180, "the median is a tenth of the longest"
+    assert lengths[-20] == pytest.approx(160 * 10.2, rel=0.25), "a hundredth is ten times as long"
 
 
 async def test_the_calculator_answers_within_the_sample_and_its_tokens_are_not_trained_on():

@@ -13,7 +13,7 @@ class TcpProxy:
     through, before any answer), `truncate` (after 100 bytes of the answer), `delay` (0.3 s)."""
 
     def __init__(self, port: int):
-        self._target, self._connections = port, 0
+        self._target, self.connections = port, 0
         self.fault: Callable[[int], str | None] = lambda n: None
         self._open: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -34,7 +34,7 @@ class TcpProxy:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        fault, self._connections = self.fault(self._connections), self._connections + 1
+        fault, self.connections = self.fault(self.connections), self.connections + 1
         if fault == "refuse":
             writer.transport.abort()
             return

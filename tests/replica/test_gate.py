@@ -109,7 +109,7 @@ class GateMachine(RuleBasedStateMachine):
                 assert flight.stop.kind is StopKind.RESTART
                 gate.readmit(flight)
             elif not self.truth[flight]:
-                raise AssertionError("a request without tokens kept the old cache key")
+                assert gate.engine_recomputes, "a request without tokens kept the old cache key"
 
     @rule(stamp=st.sampled_from(["default", "other/weight_v000001", str(ref(99))]))
     def an_engine_changed_behind_our_back_fences(self, stamp: str) -> None:
@@ -136,12 +136,15 @@ class GateMachine(RuleBasedStateMachine):
                 for _ in range(span.first_token, spans[i + 1].first_token if i + 1 < len(spans) else flight.tokens)
             ]
             assert attributed == written
+            assert not written or flight.version_start == written[0]
             if flight.exact:
                 assert set(written) <= {flight.constraint.exact_version}
             assert all(flight.constraint.satisfied_by(v) for v in written)
 
     @invariant()
     def no_prefix_is_shared_by_two_versions(self) -> None:
+        if hasattr(self, "gate") and self.gate.engine_recomputes:
+            return  # there are no prefixes
         assert all(len(v) == 1 for v in getattr(self, "keys", {}).values())
 
     @invariant()

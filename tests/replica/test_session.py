@@ -76,6 +76,25 @@ async def test_a_request_without_tokens_starts_over_under_the_new_key(replica: R
     assert "weight_v000001" in engine.bodies[-1]["extra_key"]
 
 
+async def test_without_a_prefix_cache_a_request_without_tokens_stays_where_it_is(replica: Replica, engine) -> None:
+    replica.gate.engine_recomputes = True
+    engine.token_delay = 0.3
+    work = asyncio.create_task(replica.sessions.result(request("a", n=1)))
+    await asyncio.sleep(0.02)
+    await replica.activate(checkpoint(1))
+    meta = (await work)["meta_info"]
+    assert (meta["weight_version_start"], meta["weight_version_spans"]) == (1, [[0, 1]])
+    assert len(engine.bodies) == 1
+
+
+async def test_an_engine_that_announces_at_pauses_is_asked_for_no_other_chunks(replica: Replica, engine) -> None:
+    replica.sessions.announced_pauses = True
+    await replica.sessions.result(request("a", n=3))
+    assert [c async for c in replica.sessions.stream(request("b", n=3, stream=True))]
+    asked = [body["sampling_params"].get("stream_interval") for body in engine.bodies]
+    assert asked == [0, None], "a caller who streams wants to see every token"
+
+
 async def test_an_exact_request_is_drained_before_an_activation(replica: Replica) -> None:
     work = asyncio.create_task(replica.sessions.result(request("a", n=20, weight_version=exact(0))))
     await until_tokens(replica, "a", 5)

@@ -110,6 +110,7 @@ class Control:
             "nnodes": 1,
             "disaggregation_mode": "null",
             "disable_radix_cache": True,
+            "announces_at_pause": True,  # `stream_interval` 0: chunks at pauses and at the end only
             "status": "ready",
             "internal_states": [stats],
         }

@@ -109,7 +109,7 @@ class SamplingParams:
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}."),
             (self.top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {self.top_k}."),
             (self.n >= 1, f"n must be at least 1, got {self.n}."),
-            (self.stream_interval is None or self.stream_interval >= 1, "stream_interval must be at least 1."),
+            (self.stream_interval is None or self.stream_interval >= 0, "stream_interval must be at least 0."),
             (self.min_new_tokens >= 0, f"min_new_tokens must be at least 0, got {self.min_new_tokens}."),
         )
         for good, message in checks:

@@ -237,8 +237,10 @@ class Scheduler:
             if reason := self._stop_reason(request, token):
                 self._finish(request, reason)
             elif request.stream:
-                interval = request.params.stream_interval or self.stream_interval
-                if len(request.output) == 1 or len(request.output) - request.told >= interval:
+                interval = request.params.stream_interval
+                if interval is None:
+                    interval = self.stream_interval
+                if interval and (len(request.output) == 1 or len(request.output) - request.told >= interval):
                     self._announce(request)
         self._drop_finished()
 
