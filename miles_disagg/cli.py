@@ -58,6 +58,7 @@ def _make_quickstart(path: Path) -> None:
 
 COMMANDS = {
     "train": "train a policy (`train --dry-run` only checks)",
+    "doctor": "look at a deployment before a run: addresses, settings, paths, room, tokens",
     "engine": "run one embedded engine by itself",
     "gateway": "run the rollout endpoint of a fleet by itself",
     "replica": "put a running SGLang-compatible server into a rollout fleet",
@@ -65,6 +66,7 @@ COMMANDS = {
     "store": "look into a version store, verify and export versions",
 }
 MODULES = {
+    "doctor": "miles_disagg.cluster.doctor",
     "engine": "miles_disagg.engine.embedded.__main__",
     "gateway": "miles_disagg.gateway.command",
     "replica": "miles_disagg.rollout.command",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from miles_disagg.engine import launch
@@ -24,7 +26,8 @@ class OutsideEngine:
         """HOST:PORT."""
         return f"127.0.0.1:{self.port}"
 
-    def _spec(self) -> LaunchSpec:
+    def spec(self) -> LaunchSpec:
+        """Its command line."""
         if self.kind == "sglang":
             args = ("--dtype", "float32", *self.args)
             return launch.sglang(self.checkpoint, port=self.port, device="cpu", python=sglang_env.python(), args=args)
@@ -32,9 +35,16 @@ class OutsideEngine:
         command += ["--port", str(self.port), *self.args]
         return LaunchSpec(tuple(command), "127.0.0.1", self.port, str(self.checkpoint), {"OMP_NUM_THREADS": "1"})
 
-    async def start(self, timeout: float = 240.0) -> None:
-        """Start it and wait until it answers."""
-        self.process = EngineProcess.start(self._spec(), self.log)
+    async def start(self, timeout: float = 240.0, command: Sequence[str] = ()) -> None:
+        """Start it (by another command, if given) and wait until it answers."""
+        spec = self.spec()
+        self.process = EngineProcess.start(replace(spec, command=tuple(command) or spec.command), self.log)
+        await self.process.wait_ready(timeout)
+
+    async def answers(self, api_key: str, timeout: float = 60.0) -> None:
+        """Wait until it answers to its key."""
+        assert self.process is not None
+        self.process.spec = replace(self.process.spec, api_key=api_key)
         await self.process.wait_ready(timeout)
 
     async def kill(self) -> None:
