@@ -1,11 +1,13 @@
 """Delta encodings against xor + zstd-1 as miles and slime do it: bytes on the wire, encode speed, apply speed.
 
     python scripts/bench_delta.py --json
+    python scripts/bench_delta.py --record build/recorded --json
     python scripts/bench_delta.py --chain runs/quickstart/store/RUN --base runs/quickstart/base --json
 
 One thread, bf16. `synthetic`: weights of scale 0.02 under Adam-like steps, the step size tuned to each density.
 `recorded`: successive versions of a delta chain on disk (`--chain`: a run's directory of weight_v*; `--base`: its base
-checkpoint). Encode includes the digest of the target, apply the verification of the complete target. Every ratio is to
+checkpoint; `--record DIR` first trains the quickstart in bf16 to make one in DIR, and uses it as it is when it is
+there). Encode includes the digest of the target, apply the verification of the complete target. Every ratio is to
 the baseline in this file, above 1 is better; each time is the best of `--repeat`, in processor
 seconds of the one thread, baseline and codec interleaved, so that neighbours on the machine matter little.
 `bound_ratio`: baseline bytes over an order-0 entropy bound (which positions, then which differences, both independent
@@ -15,8 +17,8 @@ of everything else); `sparse-max` can beat it because it conditions on the old v
 from __future__ import annotations
 
 import argparse
-import io
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ import zstandard
 from miles_disagg.domain.versions import version_directory
 from miles_disagg.weights.chain import apply_chain
 from miles_disagg.weights.checkpoint import open_checkpoint, write_checkpoint
-from miles_disagg.weights.codecs import DELTA_ENCODINGS, apply_frame, encode_frame, get_codec
+from miles_disagg.weights.codecs import DELTA_ENCODINGS, apply_frame, codec_hasher, encode_frame, get_codec
 from miles_disagg.weights.delta import open_delta
 from miles_disagg.weights.dtypes import unsigned
 
@@ -49,7 +51,7 @@ def baseline_encode(old: np.ndarray, new: np.ndarray) -> bytes:
 def baseline_apply(frame: bytes, region: np.ndarray) -> str:
     """Their receiver's `apply_xor`: 2 MiB chunks through decompress, xor, checksum."""
     hasher, position = xxhash.xxh3_128(), 0
-    reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(frame))
+    reader = zstandard.ZstdDecompressor().stream_reader(memoryview(frame))
     while position < region.size:
         chunk = np.frombuffer(reader.read(min(2 << 20, region.size - position)), np.uint8)
         region[position : position + chunk.size] ^= chunk
@@ -78,6 +80,21 @@ def synthetic(density: float, megabytes: int, seed: int = 0) -> Case:
         low, high = (rate, high) if share < density else (low, rate)
     new = bf16(master + np.float32(rate) * direction)
     return "synthetic", "BF16", old.view(np.uint8), new.view(np.uint8)
+
+
+def record(directory: Path, versions: int) -> tuple[Path, Path]:
+    """(chain, base checkpoint) of a quickstart run in bf16 that publishes deltas to `directory`; made once."""
+    from miles_disagg.prompts.quickstart import make_quickstart
+
+    root = Path(__file__).resolve().parent.parent
+    base, chain = Path(make_quickstart(directory / "base").path), directory / "store" / "recorded"
+    if not (chain / version_directory(versions)).is_dir():
+        command = [sys.executable, str(root / "train_async.py"), "--config", str(root / "configs/quickstart.yaml")]
+        command += ["--hf-checkpoint", str(base), "--ray-address", "local", "--train-dtype", "bf16"]
+        command += ["--num-rollout", str(versions), "--run-id", "recorded", "--run-dir", str(directory / "run")]
+        command += ["--update-weight-disk-dir", str(directory / "store")]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return chain, base
 
 
 def recorded(chain: Path, base: Path, scratch: Path) -> Iterator[Case]:
@@ -140,17 +157,17 @@ def measure(case: Case, repeat: int) -> list[dict[str, float | str]]:
     rows = []
     for encoding in DELTA_ENCODINGS:
         codec = get_codec(encoding)
-        frame, _ = encode_frame(codec, old, new, dtype, xxhash.xxh3_128())
+        frame, _ = encode_frame(codec, old, new, dtype, codec_hasher())
 
         def apply(codec=codec, frame=frame) -> float:
             region[:] = old
-            hasher = xxhash.xxh3_128()
+            hasher = codec_hasher()
             seconds = timed(lambda: apply_frame(codec, frame, region, dtype, hasher))
             assert hasher.hexdigest() == expected
             return seconds
 
         def encode(codec=codec) -> float:
-            return timed(lambda: encode_frame(codec, old, new, dtype, xxhash.xxh3_128())[0])
+            return timed(lambda: encode_frame(codec, old, new, dtype, codec_hasher())[0])
 
         base_seconds, seconds, base_apply_seconds, apply_seconds = best_of(
             repeat, lambda: timed(lambda: baseline_encode(old, new)), encode, base_apply, apply
@@ -192,7 +209,11 @@ def main() -> None:
     parser.add_argument("--chain", type=Path, help="directory with weight_v000001, ... of a recorded run")
     parser.add_argument("--base", type=Path, help="base checkpoint of that run")
     parser.add_argument("--scratch", type=Path, default=Path("build/bench_delta"), help="where --chain is replayed")
+    parser.add_argument("--record", type=Path, help="make a recorded run in this directory, or use the one there")
+    parser.add_argument("--versions", type=int, default=8, help="how many versions --record publishes")
     arguments = parser.parse_args()
+    if arguments.record and not arguments.chain:
+        arguments.chain, arguments.base = record(arguments.record.absolute(), arguments.versions)
     if bool(arguments.chain) != bool(arguments.base):
         sys.exit("bench_delta: --chain needs --base (the run's base checkpoint), and the other way round")
     results: list[dict[str, float | str]] = []

@@ -70,8 +70,8 @@ class DiskChannel:
     """Sources write their shards to the store; the ledger verifies, writes the index and moves the pointer.
 
     encoding: of deltas, None for full versions. anchors: when a delta also gets a folded delta and a full version
-    beside it. keep_versions: with deltas, how many of the newest stay buildable (None: all). keep_files: keep full
-    versions that every reader acknowledged. full_first: publish the first version in full, since no source knows the
+    beside it. keep_versions: with deltas, how many of the newest stay buildable (None: what some reader has not
+    passed). keep_files: remove no version. full_first: publish the first version in full, since no source knows the
     bytes of the version before it (a continued run).
     """
 
@@ -106,8 +106,7 @@ class DiskChannel:
         )
         self._full_first = False
         keep = 2 if self._encoding is None else self._keep_versions
-        if keep is not None:
-            await self._ledger.collect(keep=keep, keep_files=self._keep_files)
+        await self._ledger.collect(keep=keep, keep_files=self._keep_files)
         moved = self._movement.observe(ref, published.changed_elements, published.fingerprint)
         return {**published.metrics, **moved}
 

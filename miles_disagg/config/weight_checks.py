@@ -32,8 +32,13 @@ def weights(config: RunConfig) -> Iterator[str]:
             "--activation in-place scatters deltas into engines that this run drives: add "
             "--update-weight-transfer-mode disk-delta, or drop it"
         )
-    if w.update_weight_disk_keep_files and (w.mode, w.transport) != ("full", "disk"):
-        yield "--update-weight-disk-keep-files is for --update-weight-transfer-mode disk-full: drop it"
+    if w.update_weight_disk_keep_files and w.transport != "disk":
+        yield (
+            "--update-weight-disk-keep-files is for versions on disk: add --update-weight-transfer-mode disk-full, "
+            "or drop it"
+        )
+    if w.update_weight_disk_keep_files and w.update_weight_keep_versions is not None:
+        yield "--update-weight-disk-keep-files keeps every version, --update-weight-keep-versions does not: drop one"
     store, given = config.engines.version_store, w.update_weight_disk_dir
     if topology == "service" and w.transport == "broadcast":
         yield (

@@ -33,11 +33,11 @@ class WeightsConfig(Section):
     """How an engine gets a delta's version: reload the checkpoint, or scatter the changed elements into the live
     weights; auto: in-place where the engine can, and says so at start."""
     update_weight_disk_keep_files: bool = False
-    """Keep full versions on disk after every reader has acknowledged them."""
+    """Keep every version on disk after every reader has acknowledged it."""
     update_weight_anchor_interval: PositiveInt | Literal["auto"] | None = None
     """With deltas, write a full version beside every N-th one, or (auto) when it pays; unset: only the base is one."""
     update_weight_keep_versions: PositiveInt | None = None
-    """With deltas, remove what the newest N versions are not built from; unset: keep every version."""
+    """With deltas, remove what the newest N versions are not built from; unset: what every reader has passed."""
     update_weight_snapshot_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a source keeps the bytes it published last; auto: on its GPU where they fit, else pinned host memory."""
     custom_update_weight_post_write_path: str | None = None

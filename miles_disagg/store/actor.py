@@ -94,7 +94,7 @@ class RemoteLedger:
     async def abort(self, ref: VersionRef) -> None:
         await self.actor.call.remote("abort", ref)
 
-    async def collect(self, *, keep: int, keep_files: bool) -> Collected:
+    async def collect(self, *, keep: int | None, keep_files: bool) -> Collected:
         return await self.actor.call.remote("collect", keep=keep, keep_files=keep_files)
 
     async def latest(self) -> VersionRef | None:

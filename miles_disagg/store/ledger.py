@@ -157,11 +157,18 @@ class VersionLedger:
         finally:
             await self._close(ref)
 
-    async def collect(self, *, keep: int, keep_files: bool) -> Collected:
-        """Retention: what every known replica acknowledged, and what is older than the newest `keep`, goes."""
-        if self._store is None:
-            return Collected()
+    async def collect(self, *, keep: int | None, keep_files: bool) -> Collected:
+        """Retention: what every known replica acknowledged, and what is older than the newest `keep`, goes.
+
+        keep None: versions that every replica has passed, nothing while one has acknowledged none or none is known.
+        """
         acknowledged = self.acknowledged_by_all()
+        if self._store is None or self._latest is None:
+            return Collected()
+        if keep is None:
+            if acknowledged is None:
+                return Collected()
+            keep = max(2, self._latest.version - acknowledged + 1)
         return await asyncio.to_thread(
             collect, self._store, self._run_id, keep=keep, acknowledged=acknowledged, keep_files=keep_files
         )

@@ -25,7 +25,7 @@ import numpy as np
 
 from miles_disagg.domain.errors import ChainBroken, CheckpointError, ChecksumMismatch
 from miles_disagg.weights.checkpoint import Checkpoint, open_checkpoint
-from miles_disagg.weights.codecs import BLOCK_BYTES, get_codec
+from miles_disagg.weights.codecs import BLOCK_BYTES, codec_hasher, get_codec
 from miles_disagg.weights.delta import (
     DeltaIndex,
     DeltaVersion,
@@ -35,7 +35,7 @@ from miles_disagg.weights.delta import (
     plan_shards,
     write_version_index,
 )
-from miles_disagg.weights.digest import DEFAULT_CHECKSUM, new_hasher
+from miles_disagg.weights.digest import DEFAULT_CHECKSUM
 from miles_disagg.weights.dtypes import BITS, element_size, unsigned
 from miles_disagg.weights.indices import POSITIONS, VALUES, changed_positions, position_dtype, scatter
 from miles_disagg.weights.safetensors_file import FileHeader, ShardSpool, WrittenFile, read_header
@@ -78,7 +78,7 @@ class _Target:
                 get_codec(d.index.encoding).decoder(d.frame(self.name), self.base.nbytes, self.dtype)
                 for d in self._links
             ]
-            hasher = new_hasher(last.index.checksum_format)
+            hasher = codec_hasher(last.index.checksum_format)
             scratch = None if in_place else np.empty(min(BLOCK_BYTES, self.base.nbytes), np.uint8)
             for begin in range(0, self.base.nbytes, BLOCK_BYTES):
                 block = self.base[begin : begin + BLOCK_BYTES]

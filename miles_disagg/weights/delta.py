@@ -27,7 +27,7 @@ import numpy as np
 
 from miles_disagg.domain.errors import CheckpointError, NonFiniteWeights, PublicationFailed
 from miles_disagg.weights.checkpoint import INDEX_FILE, Checkpoint, parse_index, read_headers, read_index, write_index
-from miles_disagg.weights.codecs import DELTA_ENCODINGS, Codec, EncodeStats, get_codec
+from miles_disagg.weights.codecs import DELTA_ENCODINGS, Codec, EncodeStats, codec_hasher, get_codec
 from miles_disagg.weights.codecs.base import Sink
 from miles_disagg.weights.digest import CHECKSUM_FORMATS, DEFAULT_CHECKSUM, Hasher, new_hasher
 from miles_disagg.weights.dtypes import count_non_finite, element_size, tensor_nbytes, unsigned
@@ -286,7 +286,7 @@ class ShardWriter:
         old: np.ndarray | None,
         encode: Encoder | None,
     ) -> None:
-        hasher = new_hasher(self._checksum_format)
+        hasher = codec_hasher(self._checksum_format)
         with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(self._directory)) as frame:
             if self._codec is None or old is None:
                 stats = EncodeStats(

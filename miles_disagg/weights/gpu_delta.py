@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from miles_disagg.domain.errors import CheckpointError
-from miles_disagg.weights.codecs import sparse
+from miles_disagg.weights.codecs import sparse_format as sparse
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, EncodeStats, Sink
 from miles_disagg.weights.dtypes import count_non_finite, element_size, unsigned
 
@@ -52,10 +52,10 @@ def _encode_block(
     after = _to_host(new[positions], dtype)
     bad = count_non_finite(after, dtype)
     if 2 * n > elements:
-        sparse.write_dense(out, _planes(_to_host(old, dtype), _to_host(new, dtype)), n)
+        sparse.write_dense(out, sparse.byte_planes(_zigzag(_to_host(old, dtype), _to_host(new, dtype))), n)
         return n, bad
     before = _to_host(old[positions], dtype)
-    planes = _planes(before, after)
+    values = _zigzag(before, after)
     thresholds = np.zeros(1, np.uint64)
     if by_class:
         sample = torch.cat([old[part] for part in sparse.sample_parts(elements)])
@@ -64,15 +64,15 @@ def _encode_block(
         gaps, counts = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1, np.array([n])
     else:
         gaps, order, counts = _class_gaps(old, positions, thresholds)
-        planes = np.ascontiguousarray(planes[:, order.cpu().numpy()])
-    sparse.write_sparse(out, thresholds, counts, gaps.cpu().numpy().astype(np.uint32), planes, elements)
+        values = values[order.cpu().numpy()]
+    sparse.write_sparse(out, thresholds, counts, gaps.cpu().numpy().astype(np.uint32), values)
     return n, bad
 
 
 def _class_gaps(
     old: torch.Tensor, positions: torch.Tensor, thresholds: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """(gaps in class order, index of each among `positions`, changes per class); see `kernels.class_gaps`."""
+    """(gaps in class order, index of each among `positions`, changes per class); see `class_kernels.class_gaps`."""
     bits = 8 * old.element_size()
     magnitude = old.to(torch.int64) & ((1 << (bits - 1)) - 1)
     bounds = torch.tensor(thresholds[1:].astype(np.int64), device=old.device)
@@ -93,8 +93,7 @@ def _to_host(values: torch.Tensor, dtype: str) -> np.ndarray:
     return values.cpu().numpy().view(unsigned(dtype))
 
 
-def _planes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Byte planes of zigzag(after - before), uint8 [element bytes, n]; see `kernels.scan`."""
+def _zigzag(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Differences with the sign in the lowest bit, as unsigned integers; see `kernels.scan`."""
     moved = after - before
-    folded = (moved << 1) ^ -(moved >> (8 * moved.itemsize - 1))
-    return np.ascontiguousarray(folded.view(np.uint8).reshape(-1, moved.itemsize).T)
+    return (moved << 1) ^ -(moved >> (8 * moved.itemsize - 1))

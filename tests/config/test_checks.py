@@ -125,6 +125,11 @@ REFUSED = [
     ("--custom-update-weight-post-write-path a.b", "--custom-update-weight-post-write-path is for versions on disk"),
     ("--custom-update-weight-pre-read-path a.b", "--custom-update-weight-pre-read-path is for versions on disk"),
     ("--update-weight-disk-keep-files", "--update-weight-disk-keep-files is for"),
+    (
+        "--update-weight-transfer-mode disk-delta --update-weight-anchor-interval 4 --update-weight-keep-versions 3 "
+        "--update-weight-disk-keep-files",
+        "drop one",
+    ),
     ("--activation in-place", "--activation in-place scatters deltas"),
     ("--actor-gpu-fraction 0.5 --actor-num-gpus-per-node 2", "--actor-num-gpus-per-node is 2: make it 1"),
     (

@@ -173,6 +173,28 @@ async def test_full_versions_that_all_replicas_acknowledged_are_removed_unless_f
     assert store.versions("run") == [4]
 
 
+async def test_without_a_number_to_keep_versions_go_once_every_replica_has_passed_them(tmp_path: Path) -> None:
+    store = VersionStore(LocalStore(tmp_path))
+    ledger = VersionLedger("run", store)
+    await ledger.claim("digest")
+    receipt = Receipt("model-00000-of-00001.safetensors", 1, digest(b"x"), {"t": "0"})
+    for version in range(1, 6):
+        new = await ledger.begin()
+        store.objects.put(f"{new}/{receipt.file}", b"x")
+        await ledger.commit(new, Description("xor" if version != 3 else None, version - 1), [receipt])
+    assert (await ledger.collect(keep=None, keep_files=False)).versions == ()  # nobody is known to have read anything
+    await ledger.register("a")
+    await ledger.register("b")
+    await ledger.record_activation("a", ref(5), 1.0)
+    assert (await ledger.collect(keep=None, keep_files=False)).versions == ()  # b has nothing yet
+    await ledger.record_activation("b", ref(2), 1.0)
+    assert (await ledger.collect(keep=None, keep_files=False)).versions == ()  # b may want 3 by way of 2
+    await ledger.record_activation("b", ref(4), 2.0)
+    assert (await ledger.collect(keep=None, keep_files=True)).versions == ()
+    assert (await ledger.collect(keep=None, keep_files=False)).versions == (1, 2)
+    assert store.plan(ref(5), ref(4)).start == "held"
+
+
 async def test_a_polling_source_sees_what_another_process_publishes(tmp_path: Path) -> None:
     source = PollingSource(VersionStore(LocalStore(tmp_path)), fastest=0.01)
     assert await source.latest() is None

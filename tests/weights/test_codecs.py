@@ -1,5 +1,6 @@
 """Every codec on any tensor: bit-exact, bounded, and it knows what it changed."""
 
+import numba
 import numpy as np
 import pytest
 import xxhash
@@ -7,7 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_disagg.domain.errors import CheckpointError
-from miles_disagg.weights.codecs import BLOCK_BYTES, DELTA_ENCODINGS, apply_frame, encode_frame, get_codec
+from miles_disagg.weights.codecs import (
+    BLOCK_BYTES,
+    DELTA_ENCODINGS,
+    apply_frame,
+    codec_hasher,
+    encode_frame,
+    get_codec,
+    vector,
+)
+from miles_disagg.weights.digest import CHECKSUM_FORMATS, digest
 from miles_disagg.weights.dtypes import BITS, count_non_finite, element_size, tensor_nbytes, unsigned
 
 RELAXED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -53,6 +63,42 @@ def test_a_frame_turns_base_into_target_bit_for_bit(encoding, update):
     apply_frame(codec, frame, target, dtype, after)
     np.testing.assert_array_equal(target, new)
     assert after.hexdigest() == hasher.hexdigest()
+
+
+@pytest.mark.parametrize("encoding", DELTA_ENCODINGS)
+@pytest.mark.parametrize("checksum_format", CHECKSUM_FORMATS)
+@RELAXED
+@given(update=updates(), before=st.sampled_from([0, 1, 1023, 1024, 2048]))
+def test_the_digest_that_kernels_compute_on_their_way_is_the_format_s_own(encoding, checksum_format, update, before):
+    dtype, old, new = update
+    hashers, prefix = [codec_hasher(checksum_format) for _ in range(2)], bytes(before)
+    for hasher in hashers:  # a hasher may have seen other bytes, ending at a chunk or not
+        hasher.update(prefix)
+    frame, _ = encode_frame(get_codec(encoding), old, new, dtype, hashers[0])
+    apply_frame(get_codec(encoding), frame, old.copy(), dtype, hashers[1])
+    assert {h.hexdigest() for h in hashers} == {digest(prefix + new.tobytes(), checksum_format)}
+
+
+@RELAXED
+@given(size=st.integers(0, 5000), cuts=st.lists(st.integers(0, 5000), max_size=6), seed=st.integers(0, 9))
+def test_our_xxh3_is_xxh3_however_the_input_is_cut(size, cuts, seed):
+    data, hasher = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8), codec_hasher("xxh3-128")
+    edges = [0, *sorted(min(cut, size) for cut in cuts), size]
+    for begin, end in zip(edges, edges[1:], strict=False):
+        hasher.update(data[begin:end])
+    assert hasher.hexdigest() == xxhash.xxh3_128(data).hexdigest()
+
+
+@pytest.mark.parametrize("features", [{"bmi2": True}, {}])
+def test_the_nth_bit_is_found_with_and_without_the_instruction_for_it(features, monkeypatch):
+    if features and not vector.get_host_cpu_features().get("bmi2"):
+        pytest.skip("this processor has no BMI2")
+    monkeypatch.setattr(vector, "get_host_cpu_features", lambda: features)
+    find = numba.njit(lambda mask, rank: vector.nth_bit(mask, rank))
+    rng = np.random.default_rng(0)
+    for mask in rng.integers(1, 1 << 64, 200, dtype=np.uint64) & rng.integers(1, 1 << 64, 200, dtype=np.uint64):
+        for rank, bit in enumerate(b for b in range(64) if int(mask) >> b & 1):
+            assert find(mask, rank) == bit
 
 
 @pytest.mark.parametrize("encoding", ["sparse", "sparse-max"])

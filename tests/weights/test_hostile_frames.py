@@ -28,7 +28,7 @@ def frame_of(encoding, n=20_000, dtype="BF16", seed=0):
 
 
 def sparse_frame(body, nbytes=20_000, width=2):
-    return zstandard.compress(HEADER.pack(b"MDSP", 1, width, 0, BLOCK_BYTES, nbytes) + body)
+    return zstandard.compress(HEADER.pack(b"MDSP", 2, width, 0, BLOCK_BYTES, nbytes) + body)
 
 
 @pytest.mark.parametrize("encoding", DELTA_ENCODINGS)
@@ -61,7 +61,7 @@ def test_a_decompression_bomb_is_refused_in_bounded_memory(encoding):
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
     zeros, parts = bytes(64 << 20), []
     if encoding.startswith("sparse"):
-        parts.append(compressor.compress(HEADER.pack(b"MDSP", 1, 2, 0, BLOCK_BYTES, 20_000)))
+        parts.append(compressor.compress(HEADER.pack(b"MDSP", 2, 2, 0, BLOCK_BYTES, 20_000)))
     parts += [compressor.compress(zeros) for _ in range(16)]
     bomb = b"".join([*parts, compressor.flush()])
     old = np.zeros(20_000, np.uint8)
@@ -89,8 +89,8 @@ def test_a_frame_of_another_tensor_is_refused(encoding):
 FAR = b"\xff\xf0" * 40 + b"\xfe" * 10 + bytes(100)
 
 
-def class_row(count, gap_bytes, wide=0, threshold=0, bits=0):
-    return struct.pack("<QIIHH", threshold, count, gap_bytes, wide, bits)
+def class_row(count, gap_bytes, wide=0, threshold=0, bits=0, large=0):
+    return struct.pack("<QIIIHH", threshold, count, gap_bytes, large, wide, bits)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,17 @@ def class_row(count, gap_bytes, wide=0, threshold=0, bits=0):
         (BLOCK.pack(1, 1, 0, 5) + class_row(4, 4), "does not add up"),
         (BLOCK.pack(1, 1, 0, 5) + class_row(5, 0xFFFFFFF0), "cannot hold"),
         (BLOCK.pack(1, 1, 0, 5) + class_row(5, 5, wide=9), "cannot hold"),
-        (BLOCK.pack(1, 1, 0, 5) + class_row(5, 4) + bytes(4), "not well-formed"),
+        (BLOCK.pack(1, 1, 0, 5) + class_row(5, 4) + bytes(4), "cannot hold"),
+        (BLOCK.pack(1, 1, 0, 5) + class_row(5, 6) + bytes(16), "not well-formed"),
+        (BLOCK.pack(1, 1, 0, 5) + class_row(5, 5) + b"\xff" * 5 + bytes(10), "not well-formed"),
         (BLOCK.pack(1, 1, 0, 1) + class_row(1, 41) + b"\xff" * 40 + b"\0" + bytes(2), "not well-formed"),
         (BLOCK.pack(1, 1, 0, 50) + class_row(50, 90) + FAR, "beyond the block"),
         (BLOCK.pack(1, 1, 0, 1) + class_row(1, 1, bits=3) + bytes(3), "3 bits"),
+        (BLOCK.pack(1, 1, 0, 1) + class_row(1, 1, bits=4, large=1) + bytes(4), "1 of them large"),
+        (BLOCK.pack(1, 1, 0, 1) + class_row(1, 1, bits=5, large=2) + bytes(6), "2 of them large"),
+        (BLOCK.pack(1, 1, 0, 2) + class_row(2, 2, bits=5) + b"\0\0\xff", "values are not well-formed"),
+        (BLOCK.pack(1, 1, 0, 2) + class_row(2, 2, bits=5, large=1) + b"\0\0\x00" + bytes(2), "values are not well"),
+        (BLOCK.pack(1, 2, 0, 2) + class_row(1, 1) + class_row(1, 1, threshold=1 << 40), "does not add up"),
         (BLOCK.pack(1, 2, 0, 2) + class_row(1, 1) + class_row(1, 1), "does not add up"),
         (BLOCK.pack(1, 2, 0, 1) + class_row(0, 0) + class_row(1, 1, threshold=0x7000) + bytes(3), "beyond the block"),
     ],
@@ -118,7 +125,7 @@ def test_a_sparse_block_with_impossible_numbers_is_refused(body, message):
 
 def test_a_sparse_frame_of_another_format_or_element_size_is_refused():
     with pytest.raises(CheckpointError, match="not a `sparse` frame"):
-        get_codec("sparse").decoder(zstandard.compress(b"MDSP\x02" + bytes(40)), 20_000, "BF16")
+        get_codec("sparse").decoder(zstandard.compress(b"MDSP\x01" + bytes(40)), 20_000, "BF16")
     with pytest.raises(CheckpointError, match="2-byte elements"):
         get_codec("sparse").decoder(sparse_frame(b""), 20_000, "F32")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, Codec, Decoder, EncodeStats, apply_frame, encode_frame
+from miles_disagg.weights.digest import DEFAULT_CHECKSUM, Hasher, new_hasher
 
 DELTA_ENCODINGS = ("xor", "overwrite", "sparse", "sparse-max")
 
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "EncodeStats",
     "apply_frame",
+    "codec_hasher",
     "encode_frame",
     "get_codec",
 ]
@@ -34,3 +36,12 @@ def get_codec(encoding: str) -> Codec:
 
         return SparseCodec(encoding)
     raise CheckpointError(f"unknown delta_encoding {encoding!r}; known: {', '.join(DELTA_ENCODINGS)}")
+
+
+def codec_hasher(checksum_format: str = DEFAULT_CHECKSUM) -> Hasher:
+    """`digest.new_hasher` for bytes that pass through a codec: if there is one, a hasher that works in its loops."""
+    if checksum_format == "xxh3-128":
+        from miles_disagg.weights.codecs.xxh3 import Xxh3
+
+        return Xxh3()
+    return new_hasher(checksum_format)
