@@ -40,6 +40,10 @@ class BucketTarget(Protocol):
         """Join `group`. Called at the same time as the trainer's source joins; returns once joined."""
         ...
 
+    async def in_group(self, group_name: str) -> bool:
+        """True if the engine's present process has joined `group_name` and not left it."""
+        ...
+
     async def receive_bucket(
         self,
         names: Sequence[str],

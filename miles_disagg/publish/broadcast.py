@@ -44,8 +44,24 @@ class _Staged:
     metas: Metas
 
 
+@dataclass(frozen=True)
+class _Group:
+    """A process group that is kept from one send to the next, and who is in it."""
+
+    name: str
+    group: Any
+    targets: tuple[BucketTarget, ...]
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        return [(t.name, t.num_ranks) for t in self.targets]
+
+
 class BroadcastSource:
     """One source rank's half of a broadcast. States: idle -> staging -> sending -> idle.
+
+    The process group outlives a send, since NCCL takes about a second to form one and engines are paused meanwhile; it
+    is formed anew, under a new name, when the engines are others, one was restarted, or a send failed.
 
     Holds one copy of this rank's share of the weights in host memory, reused (pinned if they come from CUDA); with
     `delta` two, and sends what changed between them, except for the first version, which goes whole.
@@ -79,6 +95,7 @@ class BroadcastSource:
         self._idle = threading.Event()
         self._idle.set()
         self._export_seconds = 0.0
+        self._kept: _Group | None = None
 
     def open(self, timeout: float) -> float:
         """Start staging; waits for the previous send to settle. Seconds waited, or DeadlineExceeded."""
@@ -115,22 +132,23 @@ class BroadcastSource:
         self._export_seconds += time.monotonic() - started
 
     async def send(self, version: str, targets: Sequence[BucketTarget], *, whole: bool = False) -> Mapping[str, float]:
-        """Meet the targets' ranks in a fresh group and send every staged bucket; `perf/update_weights_*` metrics.
+        """Send every staged bucket to the targets' ranks, met before or now; `perf/update_weights_*` metrics.
 
         The targets are between `begin_update` and `finish_update`. whole: send complete tensors, to an engine that may
         not hold the version before. Raises DeadlineExceeded if they do not meet, or stop receiving, in time, and what a
-        target raised. The group is gone afterwards in any case.
+        target raised; then the group is gone.
         """
         started = time.monotonic()
         try:
             buckets, form, moved = await asyncio.to_thread(self._buckets, version, whole)
-            name, group = await self._meet(targets)
+            group = await self._group_with(targets)
             self._version = version
             try:
                 for staged in buckets:
-                    await self._send_bucket(staged, name, group, version, targets, form)
-            finally:
-                await self._leave(name, group, targets)
+                    await self._send_bucket(staged, group, version, targets, form)
+            except BaseException:
+                await self.close()
+                raise
         finally:
             self._idle.set()
         return {
@@ -143,6 +161,23 @@ class BroadcastSource:
     def discard(self) -> None:
         """Drop what was staged without sending it (the publication was abandoned)."""
         self._idle.set()
+
+    async def close(self) -> None:
+        """Leave the group, if there is one."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await self._leave(kept.name, kept.group, kept.targets)
+
+    async def _group_with(self, targets: Sequence[BucketTarget]) -> _Group:
+        """The kept group if exactly these engines are still in it, else a new one."""
+        kept = self._kept
+        if kept is not None and kept.members == [(t.name, t.num_ranks) for t in targets]:
+            if all(await asyncio.gather(*(t.in_group(kept.name) for t in targets))):
+                return kept
+        await self.close()
+        name, group = await self._meet(targets)
+        self._kept = _Group(name, group, tuple(targets))
+        return self._kept
 
     async def _meet(self, targets: Sequence[BucketTarget]) -> tuple[str, Any]:
         """The group's name and the group. All ranks have connected to our store before the group is formed."""
@@ -191,8 +226,7 @@ class BroadcastSource:
     async def _send_bucket(
         self,
         staged: _Staged,
-        name: str,
-        group: Any,
+        group: _Group,
         version: str,
         targets: Sequence[BucketTarget],
         load_format: str | None,
@@ -200,11 +234,11 @@ class BroadcastSource:
         names = [n for n, _, _ in staged.metas]
         dtypes = [dtype_name(d) for _, d, _ in staged.metas]
         shapes = [list(s) for _, _, s in staged.metas]
-        receiving = [_task(t.receive_bucket(names, dtypes, shapes, name, version, load_format)) for t in targets]
+        receiving = [_task(t.receive_bucket(names, dtypes, shapes, group.name, version, load_format)) for t in targets]
         what = f"{len(targets)} engines to receive {len(names)} tensors from {names[0]!r} on"
         deadline = time.monotonic() + self._timeout
         await _first_error(
-            asyncio.to_thread(self._broadcast, staged, group, load_format is not None), receiving, deadline, what
+            asyncio.to_thread(self._broadcast, staged, group.group, load_format is not None), receiving, deadline, what
         )
 
     def _broadcast(self, staged: _Staged, group: Any, flattened: bool) -> None:

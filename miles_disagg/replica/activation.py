@@ -122,6 +122,7 @@ class Activator:
         self.whole = True  # the engine holds exactly one version; a fence for other reasons keeps this
         self.last_good: Materialized | None = None  # served now and loaded from a directory on this host
         self.history: list[Activation] = []
+        self.groups: set[str] = set()  # process groups that the present engine process has joined
 
     # --- from a checkpoint on this host -------------------------------------------------------------
 
@@ -190,6 +191,8 @@ class Activator:
         serve what its stamp says. Otherwise it may hold half an update and only a load opens the gate again.
         """
         self.whole = whole
+        if whole:
+            self.groups.clear()
         self._gate.fence(reason)
         self._gate.fail_flights(reason)
 
@@ -231,9 +234,11 @@ class Activator:
             backend=backend,
         )
         await self._within(join, self._limits.broadcast, f"process group {group_name}")
+        self.groups.add(group_name)
 
     async def destroy_group(self, group_name: str) -> None:
         """Let the engine leave the trainer's process group."""
+        self.groups.discard(group_name)
         await self._within(self._engine.destroy_group(group_name), self._limits.control, f"leaving {group_name}")
 
     async def begin_update(self, ref: VersionRef) -> None:
@@ -267,6 +272,8 @@ class Activator:
     ) -> None:
         """Receive one bucket of the update in progress. An error leaves the replica fenced."""
         update = self._expect_broadcast()
+        if group_name not in self.groups:  # SGLang's scheduler dies of a group that it does not know
+            raise UpdateFailed(f"the engine is not in process group {group_name}: it was restarted, or never joined")
         receive = self._engine.update_from_distributed(
             names=names,
             dtypes=dtypes,

@@ -191,6 +191,7 @@ class Reconciler:
                 gate.fence(f"the engine does not answer: {error}")
             gate.fail_flights(f"the engine does not answer: {error}")
             self.engine_lost = True
+            activator.groups.clear()  # it may come back as another process, which is in none
             raise EngineUnavailable(str(error)) from error
         if self._admit is not None and gate.phase is Phase.FENCED:
             self.engine_lost = True

@@ -77,6 +77,9 @@ class RolloutEngine:
     async def init_group(self, group: dict[str, Any]) -> None:
         await self._host.init_group(**group)
 
+    async def in_group(self, name: str) -> bool:
+        return self._host.in_group(name)
+
     async def destroy_group(self, name: str) -> None:
         await self._host.destroy_group(name)
 

@@ -268,6 +268,10 @@ class EngineHost:
         """Let the engine join the trainer's group."""
         await self._running().activator.init_group(**group)
 
+    def in_group(self, name: str) -> bool:
+        """True if the engine's present process is in the trainer's group `name`."""
+        return name in self._running().activator.groups
+
     async def destroy_group(self, name: str) -> None:
         """Let the engine leave the trainer's group."""
         await self._running().activator.destroy_group(name)

@@ -184,6 +184,8 @@ class TrainerActor:
 
     def close(self) -> None:
         """Leave the process groups (collective)."""
+        if self._source is not None and self._publication.transport == "broadcast":
+            asyncio.run(self._source.close())
         self._trainer.close()
 
 
@@ -198,6 +200,10 @@ class ActorTarget:
         fields = {**asdict(group), "group_name": group.name}
         del fields["name"]
         await self._actor.init_group.remote(fields)
+
+    async def in_group(self, group_name: str) -> bool:
+        """True if its engine is still in."""
+        return await self._actor.in_group.remote(group_name)
 
     async def destroy_group(self, group_name: str) -> None:
         """Let the engine leave."""

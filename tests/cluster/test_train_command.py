@@ -43,6 +43,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell ignores it
             )
 
     def wait_for_steps(self, n: int, timeout: float) -> None:

@@ -18,6 +18,7 @@ class EngineTarget:
     def __init__(self, engine: Engine):
         self.engine, self.name = engine, engine.url
         self.events: list[str] = []
+        self.groups: set[str] = set()
 
     async def begin_update(self, version: str) -> None:
         self.events.append(f"begin {version}")
@@ -33,6 +34,10 @@ class EngineTarget:
             group_name=group.name,
             backend=group.backend,
         )
+        self.groups.add(group.name)
+
+    async def in_group(self, group_name: str) -> bool:
+        return group_name in self.groups
 
     async def receive_bucket(
         self,
@@ -56,6 +61,7 @@ class EngineTarget:
 
     async def destroy_group(self, group_name: str) -> None:
         self.events.append("destroy")
+        self.groups.discard(group_name)
         await self.engine.destroy_group(group_name)
 
     async def finish_update(self, version: str) -> None:
@@ -86,6 +92,9 @@ class AbsentTarget:
     async def init_group(self, group: GroupSpec) -> None:
         await self._said("init")
         await asyncio.sleep(3600)
+
+    async def in_group(self, group_name: str) -> bool:
+        return False
 
     async def receive_bucket(
         self,

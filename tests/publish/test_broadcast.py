@@ -65,17 +65,27 @@ async def test_the_engine_serves_what_was_staged_bit_for_bit_even_if_the_trainer
     assert (await engine.model_info())["weight_version"] == "run/weight_v000001"
     assert metrics["perf/update_weights_wire_bytes"] == sum(t.nbytes for _, t in weights)
     assert target.events[:3] == ["begin run/weight_v000001", "init", "bucket"]
-    assert target.events[-2:] == ["destroy", "finish run/weight_v000001"]
+    assert target.events[-2:] == ["bucket", "finish run/weight_v000001"]
+    await broadcast.close()
+    assert target.events[-1] == "destroy"
     await engine.close()
 
 
-async def test_one_source_updates_again_and_again_through_fresh_groups(engine_url: str, tmp_path: Path) -> None:
+async def test_a_group_is_kept_until_an_engine_is_not_in_it_any_more(engine_url: str, tmp_path: Path) -> None:
     engine, broadcast = SGLangEngine(engine_url), source()
-    for version in (2, 3):
+    target = EngineTarget(engine)
+    for version in (2, 3, 4, 5):
         weights = new_weights(tmp_path, 20 + version)
         stage_in_buckets(broadcast, weights, 100)
-        await broadcast_version(f"run/weight_v{version:06d}", [broadcast.send], [EngineTarget(engine)])
+        if version == 4:
+            target.groups.clear()  # as after a restart of its process
+        if version == 5:
+            target = EngineTarget(engine)  # another member in its place
+        await broadcast_version(f"run/weight_v{version:06d}", [broadcast.send], [target])
         assert await engine.weights_digest() == {n: digest(raw_bytes(t), "xxh3-128") for n, t in weights}
+        joins = target.events.count("init")
+        assert joins == {2: 1, 3: 1, 4: 2, 5: 1}[version]
+    await broadcast.close()
     await engine.close()
 
 

@@ -185,3 +185,16 @@ async def test_a_cancelled_activation_does_not_leave_a_half_updated_replica_serv
     with pytest.raises(asyncio.CancelledError):
         await activation
     assert replica.state == "fenced"
+
+
+async def test_a_bucket_for_a_group_that_a_restarted_engine_never_joined_does_not_reach_it(
+    replica: Replica, engine: FakeEngine
+) -> None:
+    await join(replica)
+    replica.activator.fence("its process was started anew", whole=True)
+    assert replica.activator.groups == set()
+    await replica.activator.begin_update(ref(1))
+    with pytest.raises(UpdateFailed, match="not in process group g"):
+        await bucket(replica)
+    assert "update_from_distributed" not in [name for name, _ in engine.calls]
+    await replica.activator.abort_update("the trainer forms a new group")
