@@ -171,9 +171,9 @@ class BroadcastSource:
     async def _group_with(self, targets: Sequence[BucketTarget]) -> _Group:
         """The kept group if exactly these engines are still in it, else a new one."""
         kept = self._kept
-        if kept is not None and kept.members == [(t.name, t.num_ranks) for t in targets]:
-            if all(await asyncio.gather(*(t.in_group(kept.name) for t in targets))):
-                return kept
+        same = kept is not None and kept.members == [(t.name, t.num_ranks) for t in targets]
+        if kept is not None and same and all(await asyncio.gather(*(t.in_group(kept.name) for t in targets))):
+            return kept
         await self.close()
         name, group = await self._meet(targets)
         self._kept = _Group(name, group, tuple(targets))
