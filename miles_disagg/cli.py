@@ -63,6 +63,7 @@ COMMANDS = {
     "gateway": "run the rollout endpoint of a fleet by itself",
     "replica": "put a running SGLang-compatible server into a rollout fleet",
     "serve": "run a rollout service on Ray: gateways and a fleet that scales (`serve --dry-run` only checks)",
+    "plan": "print which trainer rank sends what to which engine rank (p2p), or simulate it",
     "store": "look into a version store, verify and export versions",
 }
 MODULES = {
@@ -71,6 +72,7 @@ MODULES = {
     "gateway": "miles_disagg.gateway.command",
     "replica": "miles_disagg.rollout.command",
     "serve": "miles_disagg.cluster.service",
+    "plan": "miles_disagg.cluster.plan_command",
     "store": "miles_disagg.store.inspect",
 }
 """Modules whose `main(argv)` is a command; imported when it is called."""

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ class PeerSource:
         self._idle.set()
         self._staged = False
         self._export_seconds = 0.0
-        self._seen: tuple[str, list[int], int] = ("", [], 0)  # version, checksums, moved
+        self._seen: tuple[str, list[Any], int] = ("", [], 0)  # version, checksums, moved
 
     def layout(self) -> RankLayout:
         """This rank's parameters, one storage each."""
@@ -171,17 +171,28 @@ class PeerSource:
             mine = {link.target: link for link in links}
             writes = [w for w in route.writes if w.target in mine]
             sent.wire_bytes = sum(w.nbytes for w in writes)
+
+            def note() -> None:
+                self._note_sums(version, route, mine, writes, sent)
+
             if group is not None:
                 self._send_in_group(group, mine, writes, sent)
+                note()
             else:
-                self._send_one_sided(route, mine, writes, sent)
+                self._send_one_sided(route, mine, writes, sent, note)
             sent.seconds = time.monotonic() - started
-            self._note_sums(version, route, mine, writes, sent)
             return sent
         finally:
             self._idle.set()
 
-    def _send_one_sided(self, route: Route, links: Mapping[int, Link], writes: Sequence[Write], sent: Sent) -> None:
+    def _send_one_sided(
+        self,
+        route: Route,
+        links: Mapping[int, Link],
+        writes: Sequence[Write],
+        sent: Sent,
+        meanwhile: Callable[[], None],
+    ) -> None:
         jobs: list[Job] = []
         targets: list[int] = []
         for target, link in links.items():
@@ -196,9 +207,11 @@ class PeerSource:
             remote: list[Region] = [(address, n, link.device) for _, n, address in pairs]
             jobs.append(Job((target, link.token), link.metadata, local, remote, link.cuda))
             targets.append(target)
-        if jobs:
+        if not jobs:
+            meanwhile()
+        else:
             assert self._nixl is not None
-            for target, error in zip(targets, self._nixl.write(jobs, self._timeout), strict=True):
+            for target, error in zip(targets, self._nixl.write(jobs, self._timeout, meanwhile), strict=True):
                 if error is not None:
                     sent.errors[target] = f"{self._name}: {error}"
 
@@ -231,8 +244,8 @@ class PeerSource:
                     by_piece = self._piece_sums()
                 sent.sums.setdefault(p.target, []).append([p.staged, p.nbytes, [by_piece[p.packed]]])
         if self._seen[0] != version:
-            whole = checksums(self._buffer)
-            self._seen = (version, whole, int(whole != self._seen[1]))
+            seen = sorted((key, *values) for key, values in areas.items()) + sorted(by_piece.items())
+            self._seen = (version, seen, int(seen != self._seen[1]))
         sent.moved = self._seen[2]
 
     def _piece_sums(self) -> dict[int, int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_disagg.domain.errors import CheckpointError
+from miles_disagg.weights.transfer.layouts import ModelSizes
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
@@ -84,6 +85,21 @@ class HfModelConfig:
                 f"num_hidden_layers {self.num_layers}"
             )
         return problems
+
+    def sizes(self) -> ModelSizes:
+        """What shards and engine layouts are computed from."""
+        return ModelSizes(
+            vocab=self.vocab_size,
+            hidden=self.hidden_size,
+            ffn=self.ffn_size,
+            layers=self.num_layers,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tied=self.tied,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+        )
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Rows of the embedding in the trainer: the next multiple of the tensor parallel size."""

@@ -14,30 +14,14 @@ from miles_disagg.publish.peer import LocalShard
 from miles_disagg.trainer.hf_config import HfModelConfig
 from miles_disagg.trainer.megatron.convert import hf_shapes, slots
 from miles_disagg.trainer.megatron.parallel import Layout
-from miles_disagg.weights.transfer.layouts import Kind, ModelSizes, shard_blocks
-
-
-def model_sizes(hf: HfModelConfig) -> ModelSizes:
-    """The sizes that layouts are computed from."""
-    return ModelSizes(
-        vocab=hf.vocab_size,
-        hidden=hf.hidden_size,
-        ffn=hf.ffn_size,
-        layers=hf.num_layers,
-        heads=hf.num_heads,
-        kv_heads=hf.num_kv_heads,
-        head_dim=hf.head_dim,
-        tied=hf.tied,
-        qkv_bias=hf.qkv_bias,
-        qk_norm=hf.qk_norm,
-    )
+from miles_disagg.weights.transfer.layouts import Kind, shard_blocks
 
 
 def local_shards(
     model: torch.nn.Module, hf: HfModelConfig, layout: Layout, dtypes: dict[str, torch.dtype]
 ) -> list[LocalShard]:
     """Every parameter of this rank that is published, one after another; storage numbers are positions in the list."""
-    shapes, sizes = hf_shapes(hf), model_sizes(hf)
+    shapes, sizes = hf_shapes(hf), hf.sizes()
     out: list[LocalShard] = []
     for slot in slots(model, hf):
         if slot.copy:

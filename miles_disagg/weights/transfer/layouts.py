@@ -14,7 +14,7 @@ from typing import Literal
 from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage, blocks_of
 
 Kind = Literal["replicated", "columns", "vocab", "qkv", "gate_up", "expert_gate_up", "expert_down"]
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 Dim = tuple[int, int, int]
 
 

@@ -27,8 +27,11 @@ class Expected:
     bottleneck: str
 
 
-def expected(plan: Plan, rates: Rates, bucket: int) -> Expected:
-    """The time of the busiest rank: all ranks send and receive at once, and links are full duplex."""
+def expected(plan: Plan, rates: Rates, bucket: int, scale: float = 1.0) -> Expected:
+    """The time of the busiest rank: all ranks send and receive at once, and links are full duplex.
+
+    scale: of bytes and writes, where the plan is of a part of the model.
+    """
     sent, got = plan.sent(), [0] * len(plan.targets)
     calls_out, calls_in = [0] * len(plan.sources), [0] * len(plan.targets)
     for (_, target), count in plan.pairs().items():
@@ -44,7 +47,7 @@ def expected(plan: Plan, rates: Rates, bucket: int) -> Expected:
         for n, calls, layout in zip(got, calls_in, plan.targets, strict=True)
     ]
     seconds, name = max(times)
-    return Expected(seconds, name)
+    return Expected(seconds * scale, name)
 
 
 def summary(plan: Plan, bucket: int, rates: Rates | None = None) -> list[str]:

@@ -74,9 +74,10 @@ class Peer:
         metadata = b""
         if transport == "nixl":
             self._nixl = Nixl(f"{self._label}-{uuid.uuid4().hex[:8]}")
-            live = [(s.pointer, s.nbytes, s.device.index or 0) for s in slots.values()]
-            # The live weights too: a staged engine gives its weights to one that joins.
-            self._nixl.register(live if self._staging is None else [*live, region(self._staging)], cuda=cuda)
+            if self._staging is not None:
+                self._nixl.register([region(self._staging)], cuda=cuda)
+            # The live weights in any case: an engine gives them to one that joins.
+            self._nixl.register([(s.pointer, s.nbytes, s.device.index or 0) for s in slots.values()], cuda=cuda)
             metadata = self._nixl.metadata()
         self._prepared = {
             "token": uuid.uuid4().hex,

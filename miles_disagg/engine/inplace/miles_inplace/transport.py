@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -80,8 +80,13 @@ class Nixl:
         """What a peer needs to write here; changes when memory is registered."""
         return self._agent.get_agent_metadata()
 
-    def write(self, jobs: Sequence[Job], timeout: float) -> list[str | None]:
-        """Write all jobs side by side; for each one None, or why it did not complete within `timeout` seconds."""
+    def write(
+        self, jobs: Sequence[Job], timeout: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[str | None]:
+        """Write all jobs side by side; for each one None, or why it did not complete within `timeout` seconds.
+
+        meanwhile: called once, when all are on their way.
+        """
         deadline = time.monotonic() + timeout
         errors: list[str | None] = [None] * len(jobs)
         running: dict[int, Any] = {}
@@ -92,6 +97,7 @@ class Nixl:
                     running[i] = handle
             except Exception as error:
                 errors[i] = self._failed(job, error)
+        meanwhile()
         while running:
             for i, handle in list(running.items()):
                 try:
@@ -182,7 +188,7 @@ class Pairs:
         try:
             store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, world, timeout=limit))
             store.set_timeout(limit)
-            self._group, _ = _new_process_group_helper(
+            group, _ = _new_process_group_helper(
                 world,
                 rank,
                 [],
@@ -193,6 +199,7 @@ class Pairs:
             )
         except Exception as error:
             raise TransportError(f"rank {rank} of {world} did not meet the others at {host}:{port}: {error}") from error
+        self._group: Any = group
         _world.pg_group_ranks[self._group] = {i: i for i in range(world)}
 
     def send(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
