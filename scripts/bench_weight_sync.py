@@ -166,6 +166,11 @@ class Target:
 
     def __init__(self, replica: Replica):
         self._activator = replica.activator
+        self._joined: str | None = None
+
+    async def in_group(self, group_name: str) -> bool:
+        """True from joining to leaving."""
+        return self._joined == group_name
 
     async def init_group(self, group: GroupSpec) -> None:
         """Let the engine join."""
@@ -173,9 +178,11 @@ class Target:
             master_address=group.master_address, master_port=group.master_port, rank_offset=group.rank_offset,
             world_size=group.world_size, group_name=group.name, backend=group.backend,
         )  # fmt: skip
+        self._joined = group.name
 
     async def destroy_group(self, group_name: str) -> None:
         """Let the engine leave."""
+        self._joined = None
         await self._activator.destroy_group(group_name)
 
     async def receive_bucket(
@@ -187,9 +194,8 @@ class Target:
         )
 
 
-def broadcast_mode(engine: Engine) -> Callable[[], Awaitable[tuple[float, float]]]:
-    """The trainer's own broadcast: staged in host memory, in buckets, through a fresh group."""
-    source = BroadcastSource(address="127.0.0.1", backend=engine.options.backend, timeout=120.0)
+def broadcast_mode(engine: Engine, source: BroadcastSource) -> Callable[[], Awaitable[tuple[float, float]]]:
+    """The trainer's own broadcast: staged in host memory, in buckets, through a group that is formed at the first."""
     target = Target(engine.replica)
 
     async def update() -> tuple[float, float]:
@@ -232,10 +238,11 @@ async def differing(receiver: PeerReceiver, directory: Path) -> int:
 async def measure(engine: Engine, mode: str, copy_rate: float) -> dict[str, Any]:
     """One mode's medians."""
     receiver = None
+    source = BroadcastSource(address="127.0.0.1", backend=engine.options.backend, timeout=120.0)
     if mode.startswith("p2p"):
         update, receiver = await peer_mode(engine, "never" if mode == "p2p-direct" else "always")
     else:
-        update = broadcast_mode(engine) if mode == "broadcast" else disk_mode(engine)
+        update = broadcast_mode(engine, source) if mode == "broadcast" else disk_mode(engine)
     seconds, pauses, moves = [], [], []
     scrambled = 0
     for number in range(1 + engine.options.rounds):
@@ -261,6 +268,7 @@ async def measure(engine: Engine, mode: str, copy_rate: float) -> dict[str, Any]
         "gigabytes": round(engine.weights.nbytes / 1e9, 3),
         "copy_gb_per_s": round(copy_rate, 1),
     }
+    await source.close()
     if receiver is not None:
         row["elements_sent_first"] = scrambled
         row["elements_that_differ"] = await differing(receiver, engine.directory)
