@@ -51,6 +51,8 @@ async def kill_engine_actor(run) -> None:
     [
         ("disk-delta", kill_engine_process),
         pytest.param("broadcast", kill_engine_process, marks=pytest.mark.slow),
+        pytest.param("p2p", kill_engine_process, marks=pytest.mark.slow),
+        pytest.param("p2p", kill_engine_actor, marks=pytest.mark.slow),
         pytest.param("disk-delta", kill_engine_actor, marks=pytest.mark.slow),
         pytest.param("broadcast", kill_engine_actor, marks=pytest.mark.slow),
     ],

@@ -8,6 +8,7 @@ import pytest
 from miles_disagg.cluster.assemble import assembled
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.observe.console import RunConsole
+from tests.cluster.test_weight_sync import LAYOUTS, train_and_compare
 from tests.engine import sglang_env
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -31,6 +32,19 @@ async def train(config) -> list:
         await run.stop_generation()
         await run.close_books()
     return samples
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("staging", ["always", "never"])
+def test_stock_sglang_serves_the_export_bit_for_bit_after_peer_to_peer_updates(local_ray, run_config, layout, staging):
+    config = run_config(
+        *("--rollout-engine", "sglang", "--sglang-python", str(sglang_env.python())),
+        *("--update-weight-transfer-mode", "p2p", "--update-weight-p2p-staging", staging),
+        *("--actor-num-gpus-per-node", "2", *LAYOUTS[layout], "--engine-start-timeout", "300"),
+    )
+    seen = asyncio.run(train_and_compare(config))
+    assert seen[0] == {0}
+    assert len(seen) == 2 * 4 * 4
 
 
 @pytest.mark.parametrize("mode", ["broadcast", "disk-full", "disk-delta"])

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
+NIXL = "nixl-cu12>=1.5"
 WITHOUT_DEPENDENCIES = (
     "sglang==0.5.17",
     "xgrammar==0.2.1",
@@ -126,6 +127,9 @@ def python() -> Path:
             shutil.rmtree(venv, ignore_errors=True)
             _build(venv)
             (venv / "complete").touch()
+        if not (venv / "nixl").is_file():  # added later: an environment that is there is kept
+            _run(str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", NIXL)
+            (venv / "nixl").touch()
     return venv / "bin" / "python"
 
 

@@ -59,11 +59,15 @@ def arrive(pair: Pair, sent) -> None:
 @pytest.mark.parametrize(
     ("model", "trainer", "engines"),
     [
-        (DENSE, TrainerParallel(), (EngineParallel(),)),
-        (DENSE, TrainerParallel(tensor=2), (EngineParallel(), EngineParallel())),
-        (DENSE, TrainerParallel(pipeline=2, data=2), (EngineParallel(tensor=2),)),
-        (EXPERTS, TrainerParallel(tensor=2, data=2, expert=4), (EngineParallel(tensor=2),)),
-        (EXPERTS, TrainerParallel(data=2, expert=2), (EngineParallel(tensor=2, expert=2),)),
+        pytest.param(DENSE, TrainerParallel(tensor=2), (EngineParallel(), EngineParallel()), marks=pytest.mark.slow),
+        (DENSE, TrainerParallel(pipeline=2), (EngineParallel(tensor=2),)),
+        (EXPERTS, TrainerParallel(tensor=2, expert=2), (EngineParallel(tensor=2),)),
+        pytest.param(
+            EXPERTS,
+            TrainerParallel(data=2, expert=2),
+            (EngineParallel(tensor=2, expert=2),),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_engine_ranks_hold_exactly_what_the_trainer_ranks_staged_over_nixl(make, model, trainer, engines, staging):

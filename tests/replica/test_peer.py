@@ -134,7 +134,13 @@ async def update(w: World, version: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "staging"), [("nixl", "always"), ("torch", "never"), ("nixl", "never"), ("torch", "auto")]
+    ("transport", "staging"),
+    [
+        ("nixl", "always"),
+        ("torch", "never"),
+        pytest.param("nixl", "never", marks=pytest.mark.slow),
+        pytest.param("torch", "auto", marks=pytest.mark.slow),
+    ],
 )
 async def test_an_engine_serves_what_was_sent_bit_for_bit_and_heals_after_half_an_update(
     tmp_path, model, transport, staging
@@ -177,6 +183,7 @@ async def torn(w: World, transport: str, good: dict[str, str]) -> None:
         await activator.adopt(VersionRef("run", 2))
 
 
+@pytest.mark.slow
 async def test_an_engine_that_was_started_anew_registers_again_and_another_one_gives_it_the_weights(tmp_path, model):
     options = PeerOptions("nixl", "auto", BUCKET)
     async with world(tmp_path, model, options) as w, world(tmp_path, model, options, "engine-1") as other:
