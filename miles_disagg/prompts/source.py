@@ -1,4 +1,4 @@
-"""Prompt data from JSONL and Parquet files: parsed, checked, tokenized, shuffled, with a cursor.
+"""Prompt data of files and Hugging Face data sets on disk: parsed, checked, tokenized, shuffled, with a cursor.
 
 What generated data sets contain is `tasks`; what became of each prompt is `ledger`.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
@@ -17,6 +16,7 @@ import xxhash
 from miles_disagg.domain.errors import ConfigError, PromptDataError
 from miles_disagg.domain.samples import Prompt
 from miles_disagg.prompts.base import TokenizerLike
+from miles_disagg.prompts.dataset_files import read_rows
 from miles_disagg.prompts.tasks import TaskItem
 
 _LISTED = 20  # how many skipped prompts `DatasetSource.skipped` names one by one
@@ -73,7 +73,7 @@ class DatasetSource:
 
     @classmethod
     def from_files(cls, paths: Sequence[str], tokenizer: TokenizerLike, options: DataOptions) -> DatasetSource:
-        """Prompts of `.jsonl` and `.parquet` files, one after the other."""
+        """Prompts of files or data set directories (`dataset_files.read_rows`), one after the other."""
         return cls(((path, line, row) for path in paths for line, row in read_rows(path)), tokenizer, options)
 
     @classmethod
@@ -196,49 +196,6 @@ def render(
     if unknown is not None and unknown != getattr(tokenizer, "eos_token_id", None) and unknown in tokens:
         raise PromptDataError("it has characters that the tokenizer does not know", file=path, line=line)
     return text, tokens
-
-
-def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Rows of a `.jsonl` or `.parquet` file with 1-based line (row) numbers. PromptDataError names file and line."""
-    file = Path(path)
-    if not file.is_file():
-        raise PromptDataError("no such file; check --prompt-data", file=path)
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file)
-    elif file.suffix in (".jsonl", ".json"):
-        yield from _read_jsonl(file)
-    else:
-        raise PromptDataError(f"{file.suffix or 'no suffix'}: only .jsonl and .parquet are read", file=path)
-
-
-def _read_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            if not raw.strip():
-                continue
-            try:
-                row = json.loads(raw)
-            except ValueError as error:
-                raise PromptDataError(f"not valid JSON ({error})", file=str(file), line=number) from error
-            if not isinstance(row, dict):
-                raise PromptDataError("not a JSON object", file=str(file), line=number)
-            yield number, row
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    try:
-        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise PromptDataError("Parquet needs pyarrow: pip install pyarrow, or give JSONL", file=str(file)) from error
-    try:
-        table = parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except (OSError, ValueError) as error:
-        raise PromptDataError(f"not a readable Parquet file ({error})", file=str(file)) from error
 
 
 def check_tokenizer(tokenizer: Any, hf_config: Any) -> None:

@@ -3,6 +3,9 @@
 import json
 from collections import Counter
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet as parquet
 import pytest
 
 from miles_disagg.domain.errors import ConfigError, PromptDataError
@@ -159,8 +162,6 @@ def test_chat_templates_are_applied_to_text_and_to_messages_without_doubling_spe
 
 
 def test_parquet_rows_are_read_like_lines(tmp_path, tokenizer):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = str(tmp_path / "data.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(sums(3)), path)
     assert [p.label for p in source(path, tokenizer, metadata_key=None).all()] == ["0", "2", "4"]
@@ -169,11 +170,58 @@ def test_parquet_rows_are_read_like_lines(tmp_path, tokenizer):
         source(str(tmp_path / "bad.parquet"), tokenizer)
 
 
+def save_to_disk(directory, rows, shards: int = 2) -> str:
+    """What `datasets.Dataset.save_to_disk` leaves (5.2.0): Arrow streams and a `state.json` that lists them."""
+    directory.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
+    for i, name in enumerate(names):
+        table = pyarrow.Table.from_pylist(rows[i * len(rows) // shards : (i + 1) * len(rows) // shards])
+        with pyarrow.ipc.new_stream(str(directory / name), table.schema) as stream:
+            stream.write_table(table)
+    (directory / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], "_split": None}))
+    (directory / "dataset_info.json").write_text("{}")
+    return str(directory)
+
+
+def test_a_saved_hugging_face_data_set_is_read_in_order(tmp_path, tokenizer):
+    path = save_to_disk(tmp_path / "saved", sums(5))
+    assert [p.label for p in source(path, tokenizer, metadata_key=None).all()] == ["0", "2", "4", "6", "8"]
+    (tmp_path / "saved" / "data-00001-of-00002.arrow").write_bytes(b"rubbish")
+    with pytest.raises(PromptDataError, match="data-00001-of-00002.arrow.*not a readable Arrow file"):
+        source(path, tokenizer)
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "../other.arrow"}]}')
+    with pytest.raises(PromptDataError, match="no name of a file in it"):
+        source(path, tokenizer)
+
+
+def test_a_directory_of_parquet_files_is_one_split(tmp_path, tokenizer):
+    data = tmp_path / "set" / "data"
+    data.mkdir(parents=True)
+    for i, rows in enumerate((sums(2), sums(3))):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), data / f"train-{i:05d}-of-00002.parquet")
+    labels = [p.label for p in source(str(tmp_path / "set"), tokenizer, metadata_key=None).all()]
+    assert labels == ["0", "2", "0", "2", "4"]
+    parquet.write_table(pyarrow.Table.from_pylist(sums(1)), data / "test-00000-of-00001.parquet")
+    with pytest.raises(PromptDataError, match="files of test, train: give the file of one"):
+        source(str(tmp_path / "set"), tokenizer)
+
+
+def test_a_directory_of_splits_lists_them_and_an_empty_one_is_nothing(tmp_path, tokenizer):
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / "both" / split, sums(2))
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(PromptDataError, match="has the splits test, train: give one"):
+        source(str(tmp_path / "both"), tokenizer)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(PromptDataError, match="neither a saved data set nor Parquet files"):
+        source(str(tmp_path / "none"), tokenizer)
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "data.parquet").write_bytes(b"")
-    with pytest.raises(PromptDataError, match="pip install pyarrow"):
+    with pytest.raises(PromptDataError, match="miles-disagg\\[data\\]"):
         source(str(tmp_path / "data.parquet"), tokenizer)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from miles_disagg.domain.errors import ConfigError
-from miles_disagg.prompts.source import read_rows
+from miles_disagg.prompts.dataset_files import read_rows
 from miles_disagg.prompts.tasks import addition_answer, make_task, write_jsonl
 
 
