@@ -140,6 +140,16 @@ def test_bad_evaluation_files_tasks_and_rewards_are_named(model: Path, prompts: 
     assert "--custom-rm-path nowhere.reward" in refused(capsys, cli.main(argv))
 
 
+def test_plugged_in_paths_and_teachers_that_lead_nowhere_are_named(model: Path, prompts: Path, capsys):
+    flags = ("--custom-advantage-function-path", "nowhere.f", "--custom-loss-function-path", "examples.loss.g")
+    err = refused(capsys, dry_run(model, prompts, *flags, "--custom-async-data-buffer-path", "examples.buffer.B"))
+    for name in ("--custom-advantage-function-path nowhere.f", "--custom-loss-function-path examples.loss.g"):
+        assert name in err
+    assert "--custom-async-data-buffer-path examples.buffer.B" in err
+    err = refused(capsys, dry_run(model, prompts, "--use-opd", "--opd-teacher-urls", "http://127.0.0.1:9"))
+    assert "--opd-teacher-urls http://127.0.0.1:9: " in err
+
+
 def test_a_publication_directory_in_use_is_refused_until_its_run_ends(model: Path, prompts: Path, capsys):
     root = model.parent / "weights"
     other = VersionStore(open_store(str(root)))

@@ -22,7 +22,7 @@ PAGES = [p for p in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "do
 SHELL = {"bash", "sh", "shell", "console"}
 # Flags of Ray and SGLang that prose may name.
 FOREIGN = {"--working-dir", "--head", "--address", "--dashboard-host", "--logdir", "--generate"}
-FOREIGN |= {"--custom-weight-loader", "--disable-radix-cache", "--sleep-on-idle", "--mem-fraction-static"}
+FOREIGN |= {"--custom-weight-loader", "--disable-radix-cache", "--sleep-on-idle", "--mem-fraction-static", "--no-deps"}
 # Programs whose own options are their business.
 OTHERS = {
     "git",

@@ -1,4 +1,4 @@
-"""Ports of the buffer: who hears what becomes of a group, and what a batch is.
+"""Ports of the buffer: what one must do, who hears what becomes of a group, and what a batch is.
 
 The buffer itself is `data_buffer`; the ledger that usually listens is `prompts.ledger`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from miles_disagg.domain.errors import MilesDisaggError
 from miles_disagg.domain.samples import SampleGroup, flatten
@@ -81,3 +81,58 @@ class Batch:
             "rollout/zero_variance_groups": float(sum(len(set(g.rewards)) == 1 for g in self.groups)),
             "perf/wait_for_rollout_seconds": self.waited_seconds,
         }
+
+
+@runtime_checkable
+class Buffer(Protocol):
+    """The queue of scored groups between rollout and trainer, owned by one event loop.
+
+    `data_buffer.DataBuffer` is the one there is; --custom-async-data-buffer-path names another class, called with the
+    capacity in groups (most simply a subclass that changes `order`). Every group that was put is told to the listener
+    exactly once more, as `taken` or `dropped`: the ledger's balance is checked in every run.
+    """
+
+    def listen(self, listener: BufferListener) -> None:
+        """Who hears what becomes of groups from now on (one listener)."""
+        ...
+
+    async def put(self, group: SampleGroup, timeout: float | None = None) -> None:
+        """Queue a group, waiting for room. DeadlineExceeded after `timeout` s, BufferClosed when closed meanwhile."""
+        ...
+
+    async def get_batch(
+        self, n_groups: int, *, trainer_version: int, max_staleness: int | None, timeout: float
+    ) -> Batch:
+        """Exactly `n_groups` groups, none with a token that lags more than `max_staleness`; all or nothing.
+
+        DeadlineExceeded after `timeout` s; EndOfData when no more will come; the error given to `fail`.
+        """
+        ...
+
+    def set_ended(self, ended: bool) -> None:
+        """The producer has no more prompts, or has some again."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Production ended for good: whoever waits for a batch gets `error` now."""
+        ...
+
+    async def close(self) -> list[SampleGroup]:
+        """Refuse every further put and get, wake all waiters, drop what is queued (reason `closed`)."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Declared metrics (`observe.metrics`) of what is queued."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able contents and counters, for a checkpoint."""
+        ...
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a snapshot, into an empty buffer."""
+        ...
+
+    def __len__(self) -> int:
+        """Groups queued."""
+        ...

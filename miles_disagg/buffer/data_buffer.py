@@ -10,12 +10,13 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_disagg.buffer.base import Batch, BufferClosed, BufferListener, EndOfData
+from miles_disagg.buffer.base import Batch, Buffer, BufferClosed, BufferListener, EndOfData
 from miles_disagg.buffer.snapshot import group_from_json, group_to_json
-from miles_disagg.domain.errors import DeadlineExceeded
+from miles_disagg.config.imports import import_function
+from miles_disagg.domain.errors import ConfigError, DeadlineExceeded
 from miles_disagg.domain.samples import SampleGroup
 
 
@@ -135,9 +136,16 @@ class DataBuffer:
         if self._listener:
             self._listener.dropped(group, reason)
 
+    def order(self, groups: Sequence[SampleGroup], trainer_version: int) -> list[SampleGroup]:
+        """All of `groups` (given in order of arrival), those to be trained on first in front: the oldest version.
+
+        The one decision that a plugged-in buffer usually wants to take.
+        """
+        return sorted(groups, key=lambda g: g.oldest_version)  # stable: arrival order within a version
+
     def _take(self, n_groups: int, trainer_version: int, waited: float) -> Batch:
-        self._groups.sort(key=lambda g: g.oldest_version)  # stable: arrival order within a version
-        taken, self._groups = self._groups[:n_groups], self._groups[n_groups:]
+        ordered = self.order(self._groups, trainer_version)
+        taken, self._groups = ordered[:n_groups], ordered[n_groups:]
         self.taken += n_groups
         if self._listener:
             for group in taken:
@@ -203,3 +211,16 @@ class DataBuffer:
         self._groups = [group_from_json(g) for g in snapshot["groups"]]
         self.taken, self.puts = int(snapshot["taken"]), int(snapshot["puts"])
         self.dropped = Counter(snapshot["dropped"])
+
+
+def make_buffer(path: str | None, capacity: int) -> Buffer:
+    """The buffer of a run: the class at an import path, or DataBuffer. ConfigError names the flag and what it lacks."""
+    if path is None:
+        return DataBuffer(capacity)
+    flag = "--custom-async-data-buffer-path"
+    buffer = import_function(path, flag)(capacity)
+    lacks = [name for name in sorted(vars(Buffer)) if callable(getattr(Buffer, name)) and not hasattr(buffer, name)]
+    if not isinstance(buffer, Buffer):
+        wanted = [name for name in lacks if not name.startswith("_") or name == "__len__"]
+        raise ConfigError([f"{flag} {path}: not a buffer, it lacks {', '.join(wanted)}; see buffer.base.Buffer"])
+    return buffer

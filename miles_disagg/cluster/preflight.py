@@ -6,9 +6,11 @@ once. Nothing is started and nothing is written.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from miles_disagg.cluster import resume
 from miles_disagg.config.checks import check, within_range
@@ -22,6 +24,7 @@ from miles_disagg.prompts.reward import load_reward
 from miles_disagg.prompts.source import DataOptions, DatasetSource, check_tokenizer
 from miles_disagg.prompts.tasks import make_task
 from miles_disagg.prompts.tokenizer import load_tokenizer
+from miles_disagg.rollout.teacher import Teachers, TeacherSpec
 from miles_disagg.store.base import open_store
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.trainer.hf_config import HfModelConfig, read_hf_config
@@ -116,7 +119,9 @@ def _reward(config: RunConfig) -> list[str]:
 def _plugins(config: RunConfig) -> Iterator[str]:
     """Import paths that lead nowhere."""
     hooks = ("custom_update_weight_post_write_path", "custom_update_weight_pre_read_path")
+    functions = ("custom_advantage_function_path", "custom_loss_function_path")
     owners = [*((config.plugins, f) for f in type(config.plugins).model_fields), *((config.weights, f) for f in hooks)]
+    owners += [(config.loss, f) for f in functions]
     for section, field in owners:
         path = getattr(section, field)
         if path is not None:
@@ -159,6 +164,13 @@ def _store(config: RunConfig) -> list[str]:
     return [f"{name} {root} is in use by {claim.describe()}: wait for its end, or give another directory"]
 
 
+async def _teachers(config: RunConfig, tokenizer: Any) -> list[str]:
+    """Teachers that do not answer, or that have another vocabulary."""
+    section = config.distillation
+    async with Teachers(TeacherSpec(dict(section.teachers), section.opd_teacher_key, section.opd_timeout)) as teachers:
+        return await teachers.check(tokenizer)
+
+
 def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
     """Tokenizer, then every line of every prompt file: parsed, tokenized, and short enough."""
     try:
@@ -167,6 +179,8 @@ def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
+    if config.distillation.use_opd:
+        yield from asyncio.run(_teachers(config, tokenizer))
     files = [(f"--eval-prompt-data {name}", path, False) for name, path in config.evaluation.datasets.items()]
     if config.data.prompt_data and not config.plugins.data_source_path:
         files.insert(0, ("--prompt-data", config.data.prompt_data, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from miles_disagg.buffer.data_buffer import capacity_groups
@@ -21,9 +22,10 @@ from miles_disagg.replica.peer import PeerOptions
 from miles_disagg.rollout.actor import ProducerSpec, StagingSpec
 from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.host import EngineCommand, HostSpec
+from miles_disagg.rollout.teacher import TeacherSpec
 from miles_disagg.store.checkout import companion_files
 from miles_disagg.trainer.actor import PublicationSpec
-from miles_disagg.trainer.base import AdvantageSpec, LossSpec, OptimizerSpec, TrainerSpec
+from miles_disagg.trainer.base import AdvantageSpec, CriticSpec, LossSpec, OptimizerSpec, TrainerSpec
 from miles_disagg.trainer.hf_config import read_hf_config
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -31,7 +33,7 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 def trainer_spec(config: RunConfig) -> TrainerSpec:
     """What every trainer rank is built from."""
-    trainer, adam, loss = config.trainer, config.optimizer, config.loss
+    trainer, loss = config.trainer, config.loss
     return TrainerSpec(
         hf_checkpoint=str(config.checkpoint.absolute()),
         tensor_parallel=trainer.tensor_model_parallel_size,
@@ -41,25 +43,53 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         recompute=trainer.recompute_granularity or "none",
         max_tokens_per_micro_batch=trainer.max_tokens_per_gpu,
         seed=trainer.seed,
-        optimizer=OptimizerSpec(
-            lr=adam.lr,
-            min_lr=adam.min_lr,
-            schedule=adam.lr_decay_style,
-            warmup_steps=adam.lr_warmup_iters,
-            decay_steps=adam.lr_decay_iters or 0,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.adam_beta1,
-            adam_beta2=adam.adam_beta2,
-            adam_eps=adam.adam_eps,
-            clip_grad=adam.clip_grad,
-        ),
+        optimizer=optimizer_spec(config),
         loss=loss_spec(config),
         advantages=AdvantageSpec(
             estimator="grpo" if loss.advantage_estimator == "gspo" else loss.advantage_estimator,
             normalise_std=not loss.disable_grpo_std_normalization,
+            custom=loss.custom_advantage_function_path,
+            whiten=loss.normalize_advantages,
         ),
+        critic=critic_spec(config) if config.uses_critic else None,
         meet_timeout=config.timeouts.trainer_start_timeout,
         collective_timeout=config.timeouts.distributed_timeout_minutes * 60,
+    )
+
+
+def optimizer_spec(config: RunConfig) -> OptimizerSpec:
+    """The policy's optimizer and schedule."""
+    adam = config.optimizer
+    return OptimizerSpec(
+        lr=adam.lr,
+        min_lr=adam.min_lr,
+        schedule=adam.lr_decay_style,
+        warmup_steps=adam.lr_warmup_iters,
+        decay_steps=adam.lr_decay_iters or 0,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.adam_beta1,
+        adam_beta2=adam.adam_beta2,
+        adam_eps=adam.adam_eps,
+        clip_grad=adam.clip_grad,
+    )
+
+
+def critic_spec(config: RunConfig) -> CriticSpec:
+    """PPO's critic: Adam as for the policy, with a learning rate and a warm-up of its own and no decay."""
+    critic = config.critic
+    return CriticSpec(
+        optimizer=replace(
+            optimizer_spec(config),
+            lr=critic.critic_lr or config.optimizer.lr,
+            schedule="constant",
+            warmup_steps=critic.critic_lr_warmup_iters,
+            decay_steps=0,
+            min_lr=0.0,
+        ),
+        gamma=critic.gamma,
+        lambd=critic.lambd,
+        value_clip=critic.value_clip,
+        only_steps=critic.num_critic_only_steps,
     )
 
 
@@ -87,6 +117,8 @@ def loss_spec(config: RunConfig) -> LossSpec:
         aggregate=loss.loss_aggregation or mean,
         constant_length=config.rollout.rollout_max_response_len if loss.loss_aggregation == "constant" else None,
         temperature=config.rollout.rollout_temperature,
+        custom=loss.custom_loss_function_path,
+        distill_coef=config.distillation.opd_kl_coef if config.distillation.use_opd else 0.0,
     )
 
 
@@ -257,7 +289,17 @@ def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpe
         generate_path=config.plugins.custom_generate_function_path,
         source_path=config.plugins.data_source_path,
         filter_path=config.plugins.dynamic_sampling_filter_path,
+        teacher=teacher_spec(config),
+        buffer_path=config.plugins.custom_async_data_buffer_path,
     )
+
+
+def teacher_spec(config: RunConfig) -> TeacherSpec | None:
+    """The teachers of an on-policy distillation, None without --use-opd."""
+    section = config.distillation
+    if not section.use_opd:
+        return None
+    return TeacherSpec(dict(section.teachers), section.opd_teacher_key, section.opd_timeout)
 
 
 def fleet_timeouts(config: RunConfig) -> FleetTimeouts:

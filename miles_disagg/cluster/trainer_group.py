@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event
 from miles_disagg.store.lineage import Kind
 from miles_disagg.trainer.actor import PublicationSpec, TrainerActor
-from miles_disagg.trainer.base import RankSpec, TrainerSpec
+from miles_disagg.trainer.advantages import batch_advantages
+from miles_disagg.trainer.base import AdvantageSpec, RankSpec, TrainerSpec
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class TrainerGroup:
     sources: list[int] = field(default_factory=list)
     learning_rate: float = 0.0
     """Of the last optimizer step."""
+    advantages: AdvantageSpec = field(default_factory=AdvantageSpec)
 
     @classmethod
     async def start(
@@ -70,7 +73,7 @@ class TrainerGroup:
         """Start the ranks in their bundles, let them meet and load the model."""
         world = len(plan.bundles) * plan.slots
         ranks = [_rank_actor(plan, placement, rank, run_id, env) for rank in range(world)]
-        group = cls(ranks, step_timeout, update_timeout)
+        group = cls(ranks, step_timeout, update_timeout, advantages=spec.advantages)
         try:
             places = await call_all(
                 [(actor.place.remote(), f"trainer rank {i}: start its process") for i, actor in enumerate(ranks)],
@@ -103,9 +106,14 @@ class TrainerGroup:
         return await call_all(refs, timeout)
 
     async def train(self, groups: Sequence[Any], version: int) -> dict[str, float]:
-        """Optimizer steps on one consumed batch of groups; rank 0's metrics."""
-        batch = ray.put(list(groups))
-        metrics = (await self._each("train", self.step_timeout, f"train at version {version}", batch, version))[0]
+        """Optimizer steps on one consumed batch of groups; rank 0's metrics.
+
+        Advantages are computed once, here: a plugged-in function need not give every rank the same.
+        """
+        values = await asyncio.to_thread(batch_advantages, groups, self.advantages)
+        batch, given = ray.put(list(groups)), ray.put(values)
+        what = f"train at version {version}"
+        metrics = (await self._each("train", self.step_timeout, what, batch, given, version))[0]
         self.learning_rate = metrics.get("train/lr", 0.0)
         return metrics
 

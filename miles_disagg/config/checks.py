@@ -89,7 +89,7 @@ def _data(config: RunConfig) -> Iterator[str]:
     if source and data.task:
         yield "--data-source-path and --task both say where prompts come from: drop one"
     if not data.prompt_data and not data.task and not source:
-        yield "--prompt-data is missing: give a .jsonl or .parquet file, or a --task"
+        yield "--prompt-data is missing: give a .jsonl or .parquet file, a data set directory, or a --task"
     if data.task and data.task != "addition" and data.task_size is None:
         yield f"--task-size is missing: say how many training prompts --task {data.task} makes"
     if data.task and (reward.rm_type or reward.custom_rm_path):
@@ -110,7 +110,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield "--eval-prompt-data has no effect without --eval-interval: give both"
     if evaluation.eval_interval and not evaluation.eval_prompt_data and not data.task:
         yield "--eval-interval needs held-out prompts: give --eval-prompt-data NAME PATH"
-    if config.rollout.n_samples_per_prompt < 2:
+    if config.rollout.n_samples_per_prompt < 2 and config.loss.compares_samples:
         yield (
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.loss.advantage_estimator}: "
             "a group of one has no advantage; give at least 2"

@@ -26,7 +26,7 @@ class DataConfig(Section):
     """Where prompts come from: a JSON Lines file, or a built-in task."""
 
     prompt_data: str | None = None
-    """Prompts as .jsonl (one object a line) or .parquet."""
+    """Prompts: a .jsonl (one object a line) or .parquet file, or a Hugging Face data set's directory of one split."""
     task: str | None = None
     """Task that makes prompts and scores answers by itself: `addition`, or the name of a reasoning-gym data set."""
     task_size: PositiveInt | None = None

@@ -22,6 +22,7 @@ def resolve(config: RunConfig, gpus: int | None = None) -> RunConfig:
         "global_batch_size": config.trainer.global_batch_size or config.samples_per_step,
         "async_max_concurrent_samples": config.pacing.async_max_concurrent_samples or config.samples_per_step,
         "eps_clip_high": config.loss.eps_clip_high or config.loss.eps_clip,
+        "critic_lr": config.critic.critic_lr or (config.optimizer.lr if config.uses_critic else None),
         "update_weight_mode": config.weights.mode,
         "update_weight_transport": config.weights.transport,
         "update_weight_encoding": config.weights.encoding,

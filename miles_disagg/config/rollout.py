@@ -54,6 +54,8 @@ class PluginConfig(Section):
     """Class of a prompt source, instead of reading --prompt-data."""
     dynamic_sampling_filter_path: str | None = None
     """Filter of scored groups: a reason to drop one, or nothing; dropped prompts are replaced by others."""
+    custom_async_data_buffer_path: str | None = None
+    """Class of the buffer between generation and training, called with its capacity in groups."""
     custom_rollout_log_function_path: str | None = None
     """Called after each step with what was trained on and what was logged."""
     custom_eval_rollout_log_function_path: str | None = None

@@ -18,7 +18,13 @@ from miles_disagg.config.model import (
     quickstart_directory,
 )
 from miles_disagg.config.rollout import EngineConfig, PacingConfig, PluginConfig, RolloutConfig
-from miles_disagg.config.trainer import LossConfig, OptimizerConfig, TrainerConfig
+from miles_disagg.config.trainer import (
+    CriticConfig,
+    DistillationConfig,
+    LossConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from miles_disagg.config.weights import WeightsConfig
 
 T = TypeVar("T")
@@ -42,6 +48,8 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
+    distillation: DistillationConfig = DistillationConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
@@ -99,6 +107,11 @@ class RunConfig(Section):
     def samples_per_step(self) -> int:
         """Samples that one training step consumes."""
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def uses_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        return self.loss.advantage_estimator == "ppo"
 
     def replace(self, **flags: object) -> "RunConfig":
         """A copy with some flags (by field name, whatever their section) changed and validated."""

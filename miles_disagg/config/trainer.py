@@ -85,12 +85,18 @@ class OptimizerConfig(Section):
 class LossConfig(Section):
     """Advantages, the policy loss, and corrections for samples that another policy wrote. See docs/algorithms.md."""
 
-    advantage_estimator: Literal["grpo", "gspo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
-    """How rewards become advantages; gspo is grpo with --policy-loss gspo."""
+    advantage_estimator: Literal["grpo", "gspo", "rloo", "reinforce_plus_plus_baseline", "ppo"] = "grpo"
+    """How rewards become advantages; gspo is grpo with --policy-loss gspo, ppo is GAE with a critic."""
+    custom_advantage_function_path: str | None = None
+    """Import path of a function that makes the advantages, instead of --advantage-estimator. See docs/plugins.md."""
+    normalize_advantages: bool = False
+    """Advantages with mean 0 and standard deviation 1 over the tokens of a rollout batch."""
     disable_grpo_std_normalization: bool = False
     """Do not divide advantages by the group's standard deviation (Dr. GRPO)."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """Clipped ratio of each token, of each sequence (GSPO), or a clipped weight on REINFORCE (CISPO)."""
+    custom_loss_function_path: str | None = None
+    """Import path of a function that gives the policy loss of each token, instead of --policy-loss."""
     eps_clip: Fraction = 0.2
     """Lower clip range of the importance ratio."""
     eps_clip_high: PositiveFloat | None = None
@@ -136,3 +142,47 @@ class LossConfig(Section):
     def objective(self) -> Literal["ppo", "gspo", "cispo"]:
         """The policy loss, with the estimator's short form applied."""
         return "gspo" if self.advantage_estimator == "gspo" else self.policy_loss
+
+    @property
+    def compares_samples(self) -> bool:
+        """True if an advantage is a comparison with the other samples of the prompt, so that one alone has none."""
+        return self.advantage_estimator != "ppo" and self.custom_advantage_function_path is None
+
+
+class CriticConfig(Section):
+    """PPO's critic, for --advantage-estimator ppo: a second model on the trainer's ranks."""
+
+    gamma: Fraction = 1.0
+    """Discount of later rewards in generalized advantage estimation."""
+    lambd: Fraction = 1.0
+    """Lambda of generalized advantage estimation: 1 is the return minus the value, 0 the one-step error."""
+    value_clip: PositiveFloat = 0.2
+    """How far a value may move from that of the rollout batch before its loss is clipped."""
+    critic_lr: PositiveFloat | None = None
+    """Learning rate of the critic; unset: --lr."""
+    critic_lr_warmup_iters: NonNegativeInt = 0
+    """Optimizer steps of the critic's linear warm-up."""
+    num_critic_only_steps: NonNegativeInt = 0
+    """First training steps that train the critic alone."""
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher that is served elsewhere scores every sampled token."""
+
+    use_opd: bool = False
+    """Add the teacher's per-token advantage to the estimator's. See docs/algorithms.md."""
+    opd_kl_coef: PositiveFloat = 1.0
+    """Weight of the reverse KL to the teacher in the advantages."""
+    opd_teacher_urls: tuple[str, ...] = ()
+    """URL of the teacher's server, or NAME=URL for each of several; the name `default` serves the rest."""
+    opd_teacher_key: str = "opd_teacher"
+    """Key of a prompt's metadata that names its teacher."""
+    opd_timeout: PositiveFloat = 120.0
+    """Seconds that a teacher may take for one sample."""
+
+    @property
+    def teachers(self) -> list[tuple[str, str]]:
+        """(name, URL) of every teacher; one without a name is `default`."""
+        split = [entry.partition("=") for entry in self.opd_teacher_urls]
+        named = [(name, url) if url and "/" not in name else ("default", name + eq + url) for name, eq, url in split]
+        return [(name, url.rstrip("/").removesuffix("/generate")) for name, url in named]

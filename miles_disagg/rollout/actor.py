@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from miles_disagg.buffer.base import Batch
-from miles_disagg.buffer.data_buffer import DataBuffer
+from miles_disagg.buffer.data_buffer import make_buffer
 from miles_disagg.config.imports import import_function
 from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.errors import WeightVersionGone
@@ -35,6 +35,7 @@ from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.host import EngineHost, HostSpec
 from miles_disagg.rollout.pool import RolloutClient
 from miles_disagg.rollout.producer import Producer
+from miles_disagg.rollout.teacher import TaughtClient, Teachers, TeacherSpec
 from miles_disagg.rollout.trajectory import PluggedClient
 from miles_disagg.store.actor import RemoteLedger, import_hook
 from miles_disagg.store.base import open_store
@@ -141,6 +142,8 @@ class ProducerSpec:
     generate_path: str | None = None
     source_path: str | None = None
     filter_path: str | None = None
+    teacher: TeacherSpec | None = None
+    buffer_path: str | None = None
 
 
 def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[PromptSource, DatasetSource | None]:
@@ -185,10 +188,12 @@ class RolloutProducer:
         if spec.generate_path:
             plugged = import_function(spec.generate_path, "--custom-generate-function-path")
             self._generate = PluggedClient(self._client, plugged, tokenizer)
+        self._teachers = Teachers(spec.teacher) if spec.teacher else None
+        taught = TaughtClient(self._generate, self._teachers) if self._teachers else self._generate
         chosen = import_function(spec.filter_path, "--dynamic-sampling-filter-path") if spec.filter_path else None
-        self._buffer = DataBuffer(spec.buffer_groups)
+        self._buffer = make_buffer(spec.buffer_path, spec.buffer_groups)
         self._producer = Producer(
-            self._generate, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
+            taught, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
             run_id=spec.run_id, version=spec.version, on_group=self._saw, group_filter=chosen,
         )  # fmt: skip
 
@@ -259,4 +264,6 @@ class RolloutProducer:
     async def close(self) -> None:
         """Release connections and reward workers."""
         await self._client.close()
+        if self._teachers is not None:
+            await self._teachers.close()
         await self._reward.close()

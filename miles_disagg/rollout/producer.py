@@ -13,8 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from miles_disagg.buffer.base import BufferClosed
-from miles_disagg.buffer.data_buffer import DataBuffer
+from miles_disagg.buffer.base import Buffer, BufferClosed
 from miles_disagg.domain.errors import DeadlineExceeded
 from miles_disagg.domain.samples import Prompt, SampleGroup
 from miles_disagg.domain.versions import Constraint
@@ -39,7 +38,7 @@ class Producer:
         client: GenerationClient,
         source: PromptSource,
         reward: Reward,
-        buffer: DataBuffer,
+        buffer: Buffer,
         ledger: Ledger,
         options: RolloutOptions,
         sampling: SamplingOptions,

@@ -22,7 +22,7 @@ from miles_disagg.publish.base import GroupSpec
 from miles_disagg.store.actor import import_hook
 from miles_disagg.store.base import open_store
 from miles_disagg.store.ledger import POST_WRITE
-from miles_disagg.trainer.advantages import advantages
+from miles_disagg.trainer.advantages import Advantage
 from miles_disagg.trainer.base import RankSpec, TrainerSpec
 from miles_disagg.trainer.batch import train_samples
 from miles_disagg.weights.checkpoint import open_checkpoint
@@ -80,7 +80,7 @@ class TrainerActor:
             torch.set_num_threads(1)
         from miles_disagg.trainer.megatron.trainer import MegatronTrainer
 
-        self._publication, self._advantages, self._batch_size = publication, spec.advantages, batch_size
+        self._publication, self._batch_size = publication, batch_size
         self._trainer = MegatronTrainer(spec, rank)
         if publication.transport == "p2p":  # every rank sends its own shards
             name = f"trainer rank {rank.rank}"
@@ -95,10 +95,12 @@ class TrainerActor:
         """Position among the sources, None if this rank publishes nothing."""
         return self._trainer.source_index
 
-    def train(self, groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
+    def train(
+        self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[Advantage]], version: int
+    ) -> dict[str, float]:
         """Optimizer steps on one batch (collective)."""
         with self._timeline.span("train", version):
-            batch = train_samples(groups, advantages([g.rewards for g in groups], self._advantages))
+            batch = train_samples(groups, advantages)
             return dict(self._trainer.train_step(batch, global_batch_size=self._batch_size, version=version))
 
     def stage(self, ref: VersionRef) -> None:

@@ -1,16 +1,59 @@
 """Advantages from groups of rewards: pure arithmetic, no torch. How they enter the loss is `losses.py`.
 
-A group is the rewards of one prompt's samples; a batch is the groups of one training step.
+A group is the rewards of one prompt's samples; a batch is the groups of one training step. What a critic's values are
+and how it learns is `megatron.critic`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from miles_disagg.config.imports import import_function
+from miles_disagg.domain.errors import ConfigError
+from miles_disagg.domain.samples import Sample, SampleGroup
 from miles_disagg.trainer.base import AdvantageSpec
 
 Groups = Sequence[Sequence[float]]
+Advantage = float | Sequence[float]
+"""Of a sample: one number for all of its response tokens, or one for each."""
+AdvantageFunction = Callable[[Sequence[SampleGroup]], Sequence[Sequence[Advantage]]]
+"""What --custom-advantage-function-path names: called once a step with the whole batch, in the driver."""
+
+CUSTOM_FLAG = "--custom-advantage-function-path"
+
+
+def batch_advantages(groups: Sequence[SampleGroup], spec: AdvantageSpec) -> Sequence[Sequence[Advantage]]:
+    """The advantage of every sample of a batch, by the estimator or by the plugged-in function.
+
+    ConfigError, naming the flag and the sample, for a plugged-in function whose result does not fit the batch.
+    """
+    if spec.custom is None:
+        return advantages([group.rewards for group in groups], spec)
+    values = import_function(spec.custom, CUSTOM_FLAG)(groups)
+    name = f"{CUSTOM_FLAG} {spec.custom}"
+    if len(values) != len(groups):
+        raise ConfigError([f"{name} gave {len(values)} lists of advantages for {len(groups)} groups"])
+    for group, row in zip(groups, values, strict=True):
+        if len(row) != len(group.samples):
+            raise ConfigError([f"{name} gave {len(row)} advantages for a group of {len(group.samples)} samples"])
+    return [
+        [_checked(value, sample, name) for sample, value in zip(group.samples, row, strict=True)]
+        for group, row in zip(groups, values, strict=True)
+    ]
+
+
+def _checked(value: Advantage, sample: Sample, name: str) -> Advantage:
+    """A plugged-in advantage of a sample as plain floats: one, or one a token, all finite."""
+    scalar = isinstance(value, int | float)
+    numbers = [float(number) for number in ([value] if scalar else value)]  # pyright: ignore[reportGeneralTypeIssues]
+    if not scalar and len(numbers) != len(sample.tokens):
+        raise ConfigError(
+            [f"{name} gave {len(numbers)} advantages for the {len(sample.tokens)} tokens of {sample.sample_id}"]
+        )
+    if not all(math.isfinite(number) for number in numbers):
+        raise ConfigError([f"{name} gave an advantage that is not finite for {sample.sample_id}"])
+    return numbers[0] if scalar else numbers
 
 
 def advantages(groups: Groups, spec: AdvantageSpec) -> list[list[float]]:
@@ -19,6 +62,8 @@ def advantages(groups: Groups, spec: AdvantageSpec) -> list[list[float]]:
         return grpo_advantages(groups, normalise_std=spec.normalise_std)
     if spec.estimator == "rloo":
         return [rloo_advantages(group) for group in groups]
+    if spec.estimator == "ppo":
+        return [[0.0] * len(group) for group in groups]  # the trainer's, from its critic
     return reinforce_plus_plus_baseline(groups)
 
 
@@ -61,6 +106,25 @@ def reinforce_plus_plus_baseline(groups: Groups, *, eps: float = 1e-6) -> list[l
     mean = math.fsum(flat) / len(flat)
     std = math.sqrt(math.fsum((c - mean) ** 2 for c in flat) / len(flat))
     return [[(c - mean) / (std + eps) for c in group] for group in centred]
+
+
+def gae(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lambd: float
+) -> tuple[list[float], list[float]]:
+    """(advantages, returns) of one finished sequence; returns are advantages + values, what the critic learns.
+
+    A_t = delta_t + gamma lambd A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V and A 0 after the last token
+    (generalized advantage estimation, Schulman et al. 2016, arXiv 1506.02438, eq. 11, 12 and 16).
+    rewards, values: one a token that the policy wrote; the value is that of the state before the token.
+    """
+    out: list[float] = []
+    following = advantage = 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        advantage = reward + gamma * following - value + gamma * lambd * advantage
+        following = value
+        out.append(advantage)
+    out.reverse()
+    return out, [a + v for a, v in zip(out, values, strict=True)]
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:

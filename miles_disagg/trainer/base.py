@@ -51,10 +51,40 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """How rewards become advantages (`advantages.py`). normalise_std: of `grpo`; off is Dr. GRPO."""
+    """How rewards become advantages (`advantages.py`). normalise_std: of `grpo`; off is Dr. GRPO.
 
-    estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    `ppo` leaves them to the trainer, which estimates them with its critic. custom: import path of an
+    `advantages.AdvantageFunction` that is used instead of the estimator. whiten: mean 0 and standard deviation 1 over
+    the trained tokens of a rollout batch, whatever the estimator.
+    """
+
+    estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "ppo"] = "grpo"
     normalise_std: bool = True
+    custom: str | None = None
+    whiten: bool = False
+
+
+@dataclass(frozen=True)
+class CriticSpec:
+    """The critic of PPO, a second model of the same backbone with a value for each token instead of logits.
+
+    gamma, lambd: of generalized advantage estimation (`advantages.gae`). value_clip: how far a value may move from
+    that of the rollout batch before its loss is clipped. only_steps: first rollout steps that train the critic alone.
+    """
+
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    gamma: float = 1.0
+    lambd: float = 1.0
+    value_clip: float = 0.2
+    only_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gamma <= 1 or not 0 <= self.lambd <= 1:
+            raise ValueError(f"gamma and lambd must be in [0, 1], got {self.gamma} and {self.lambd}")
+        if self.value_clip <= 0 or self.only_steps < 0:
+            raise ValueError(
+                f"value_clip must be positive, only_steps not negative: {self.value_clip}, {self.only_steps}"
+            )
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -71,6 +101,8 @@ class LossSpec:
     lower bound in modes `clip` and `mask`; tis_level: rho of a token, or of its sequence. rs_level: reject where rho
     is outside [rs_low, rs_high] (None: never); rs_veto: reject sequences with a token whose rho is below it.
     kl_coef: weight of the KL estimate to the frozen base model; 0 builds no base model.
+    custom: import path of a `losses.PolicyLossFunction` that is used instead of the objective and its clips.
+    distill_coef: weight of the teacher's advantage (`losses.distilled`); 0: no teacher.
     aggregate: `token-mean` over all trained tokens of the global batch, `sequence-mean`: mean over samples of
     each sample's token mean, or `constant`: sum over tokens / (samples x constant_length), Dr. GRPO's.
     temperature: sampling temperature of the rollouts; the engine's logprobs are those of logits / temperature.
@@ -95,6 +127,8 @@ class LossSpec:
     rs_high: float = math.inf
     rs_veto: float | None = None
     constant_length: int | None = None
+    custom: str | None = None
+    distill_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -140,6 +174,7 @@ class TrainerSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     loss: LossSpec = field(default_factory=LossSpec)
     advantages: AdvantageSpec = field(default_factory=AdvantageSpec)
+    critic: CriticSpec | None = None
     meet_timeout: float = 120.0
     collective_timeout: float = 600.0
 
@@ -166,7 +201,8 @@ class TrainSample:
     tokens: prompt and response ids. loss_mask: 1 where a response token is trained on, length n (None: all ones).
     behaviour_logprobs: natural log-probability of each response token under the policy that wrote it, length n; None
     if nobody knows it, which is an error where the loss needs it.
-    advantage: one number for all response tokens, or n numbers.
+    advantage: one number for all response tokens, or n numbers; not used where a critic estimates them from `reward`.
+    teacher_logprobs: of the response tokens under the teacher, length n; None without one.
     token_versions: version that wrote each response token, length n; used only to report
     `train/rollout_logprob_abs_diff_on_policy`.
     """
@@ -177,12 +213,14 @@ class TrainSample:
     advantage: float | Sequence[float]
     loss_mask: Sequence[int] | None = None
     token_versions: Sequence[int] | None = None
+    reward: float = 0.0
+    teacher_logprobs: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens) - self.prompt_len
         if self.prompt_len < 1 or n < 0:
             raise ValueError(f"prompt_len {self.prompt_len} is not in [1, {len(self.tokens)}]")
-        for name in ("behaviour_logprobs", "loss_mask", "token_versions"):
+        for name in ("behaviour_logprobs", "loss_mask", "token_versions", "teacher_logprobs"):
             value = getattr(self, name)
             if value is not None and len(value) != n:
                 raise ValueError(f"{name} has {len(value)} entries, the response has {n} tokens")
@@ -225,10 +263,12 @@ class Trainer(Protocol):
 
         global_batch_size: samples per optimizer step; must divide len(batch) (None: one step). With several steps
         the proximal policy is the one before the first step. version: the trainer's current policy version.
+        A critic is trained too: alone on the first `CriticSpec.only_steps` batches, without the policy's metrics.
         Metrics (the same on every rank): train/loss, train/pg_loss, train/grad_norm, train/entropy, train/kl,
         train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/rejected_fraction, train/lr,
         train/tokens, train/micro_batches,
-        train/rollout_logprob_abs_diff, and train/rollout_logprob_abs_diff_on_policy where token versions allow it.
+        train/rollout_logprob_abs_diff, and train/rollout_logprob_abs_diff_on_policy where token versions allow it;
+        train/opd_reverse_kl with a teacher; train/value_* and train/critic_* with a critic.
         """
         ...
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from miles_disagg.domain.samples import SampleGroup, flatten
+from miles_disagg.trainer.advantages import Advantage
 from miles_disagg.trainer.base import TrainSample
 
 
-def train_samples(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> list[TrainSample]:
+def train_samples(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[Advantage]]) -> list[TrainSample]:
     """One TrainSample per sample, in order. advantages[g][i] belongs to sample i of group g."""
     out: list[TrainSample] = []
     for group, values in zip(groups, advantages, strict=True):
@@ -25,6 +26,8 @@ def train_samples(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[f
                     advantage=advantage,
                     loss_mask=sample.loss_mask,
                     token_versions=sample.token_versions(),
+                    reward=sample.reward or 0.0,
+                    teacher_logprobs=sample.teacher_logprobs,
                 )
             )
     return out

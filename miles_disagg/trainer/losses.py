@@ -9,20 +9,51 @@ Objectives, with r = pi / pi_proximal:
 
 The proximal policy is the one before the first optimizer step of the rollout batch, recomputed by the trainer, and
 apart from the behaviour policy: decoupled PPO (Hilton et al. 2021, arXiv 2110.00641, eq. 4). What makes up for the
-behaviour policy is `corrections`. KL estimators k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020.
+behaviour policy is `corrections`. Any other objective is plugged in as a `PolicyLossFunction`. KL estimators k1, k2,
+k3: J. Schulman, "Approximating KL divergence", 2020.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from miles_disagg.config.imports import import_function
+from miles_disagg.domain.errors import ConfigError
 from miles_disagg.trainer.base import LossSpec
 from miles_disagg.trainer.corrections import by_sequence, importance_weights, rejected
 
 _KL_LIMIT = 10.0
+CUSTOM_FLAG = "--custom-loss-function-path"
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss is made of: response tokens of whole sequences, one after another. fp32 [n] but `segments`.
+
+    logprobs: current policy, with gradient. proximal: before the first optimizer step of the rollout batch. behaviour:
+    of the policy that wrote the token (equal to `proximal` where nobody knows it). entropy: nats, with gradient. mask:
+    1 for trained tokens. segments: int64 [n], the sequence of each token. spec: the clips and whatever else flags say.
+    """
+
+    logprobs: Tensor
+    proximal: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    entropy: Tensor | None
+    mask: Tensor
+    segments: Tensor
+    spec: LossSpec
+
+
+PolicyLossFunction = Callable[[LossInputs], Tensor]
+"""What --custom-loss-function-path names: the policy's loss of each token, fp32 [n], with gradient, not reduced.
+
+Importance weights, rejection, entropy, KL and the mean over tokens are applied to it as to a built-in objective.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +84,7 @@ def policy_losses(
     spec: LossSpec,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    custom: PolicyLossFunction | None = None,
 ) -> TokenLosses:
     """loss = (1 - rejected) * tis * objective - entropy_coef * H + kl_coef * KL, token by token.
 
@@ -60,6 +92,7 @@ def policy_losses(
     batch. `behaviour`: of the policy that wrote the token; ValueError if it is missing and a correction needs it.
     `entropy`: nats, needed if entropy_coef is not 0. `reference`: logprobs of the frozen base, needed if kl_coef is not
     0. `mask`: 1 for trained tokens (None: all). `segments`: int64, the sequence of each token (None: one sequence).
+    `custom`: instead of the built-in objective.
     """
     if behaviour is None:
         if spec.needs_behaviour:
@@ -70,7 +103,11 @@ def policy_losses(
         proximal = behaviour
     mask = torch.ones_like(proximal) if mask is None else mask
     segments = torch.zeros(proximal.shape, dtype=torch.int64, device=proximal.device) if segments is None else segments
-    policy, clipped = _objective(logprobs, proximal, advantages, mask, segments, spec)
+    if custom is not None:
+        inputs = LossInputs(logprobs, proximal, behaviour, advantages, entropy, mask, segments, spec)
+        policy, clipped = _plugged(custom, inputs), torch.zeros_like(proximal)
+    else:
+        policy, clipped = _objective(logprobs, proximal, advantages, mask, segments, spec)
     weight, capped = importance_weights(proximal, behaviour, mask, segments, spec)
     dropped = rejected(proximal, behaviour, mask, segments, spec)
     policy = policy * (weight * (1 - dropped))
@@ -107,6 +144,36 @@ def _objective(
         too_much = (advantages < 0) & (policy > most)
         policy, clipped = torch.where(too_much, most, policy), clipped | too_much
     return policy, clipped.float()
+
+
+def _plugged(function: PolicyLossFunction, inputs: LossInputs) -> Tensor:
+    """The plugged-in loss, checked: [n] and differentiable. ConfigError names the flag."""
+    policy = function(inputs)
+    wanted = tuple(inputs.logprobs.shape)
+    if not isinstance(policy, Tensor) or tuple(policy.shape) != wanted:
+        got = f"shape {list(policy.shape)}" if isinstance(policy, Tensor) else type(policy).__name__
+        raise ConfigError(
+            [f"{CUSTOM_FLAG} {inputs.spec.custom}: must return one loss a token, {list(wanted)}, not {got}"]
+        )
+    if policy.numel() and inputs.logprobs.requires_grad and not policy.requires_grad:
+        raise ConfigError([f"{CUSTOM_FLAG} {inputs.spec.custom}: its result has no gradient; use inputs.logprobs"])
+    return policy
+
+
+def load_policy_loss(spec: LossSpec) -> PolicyLossFunction | None:
+    """The plugged-in loss of a spec, None if it has none. ConfigError for a path that leads nowhere."""
+    return None if spec.custom is None else import_function(spec.custom, CUSTOM_FLAG)
+
+
+def distilled(advantages: Tensor, proximal: Tensor, teacher: Tensor, coef: float) -> Tensor:
+    """Advantages with the teacher's: A_t - coef * (log pi_proximal(t) - log pi_teacher(t)), no gradient, [n].
+
+    The difference is a one-sample estimate of the reverse KL(policy || teacher) at that token, so its expected policy
+    gradient, token by token without a return, is that of the reverse KL: on-policy distillation (Agarwal et al. 2024,
+    "On-policy distillation of language models", arXiv 2306.13649, with the reverse KL; Gu et al. 2024, MiniLLM, arXiv
+    2306.08543; as a per-token advantage: K. Lu et al. 2025, "On-policy distillation", Thinking Machines).
+    """
+    return advantages - coef * (proximal - teacher).detach()
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:

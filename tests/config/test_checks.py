@@ -27,7 +27,7 @@ def config_of(words: list[str]) -> RunConfig:
             words_of = values.setdefault(field, []) if ours else passed.setdefault(word.removeprefix("--sglang-"), [])
         else:
             words_of.append(word)
-    many = ("rollout_external_engine_addrs", "eval_prompt_data")
+    many = ("rollout_external_engine_addrs", "eval_prompt_data", "opd_teacher_urls")
     flags = {f: v if f in many else v[-1] if v else True for f, v in values.items()}
     return RunConfig().replace(**flags, sglang_args=passed)
 
@@ -156,6 +156,19 @@ REFUSED = [
     ("--actor-num-nodes 2", "join a cluster with --ray-address"),
     ("--actor-node-resource trainer_node", "--actor-node-resource names nodes of a Ray cluster"),
     # loss
+    ("--custom-advantage-function-path a.b --advantage-estimator rloo", "both say what an advantage is"),
+    ("--custom-advantage-function-path a.b --disable-grpo-std-normalization", "has no effect with --custom-adv"),
+    ("--custom-loss-function-path a.b --policy-loss cispo", "both say what the loss is"),
+    ("--custom-loss-function-path a.b --eps-clip-c 3", "--eps-clip-c has no effect with --custom-loss"),
+    ("--gamma 0.9", "--gamma has no effect without --advantage-estimator ppo"),
+    ("--num-critic-only-steps 2", "--num-critic-only-steps has no effect without --advantage-estimator ppo"),
+    ("--advantage-estimator ppo --num-critic-only-steps 4", "leaves nothing of the 4 steps"),
+    ("--advantage-estimator ppo --lambd 1.5", "--lambd is 1.5: it must be at least 0 and at most 1"),
+    ("--opd-kl-coef 0.5", "--opd-kl-coef has no effect without --use-opd"),
+    ("--use-opd", "--use-opd needs --opd-teacher-urls"),
+    ("--use-opd --opd-teacher-urls host:1", "'host:1' is not an http:// or https:// URL"),
+    ("--use-opd --opd-teacher-urls a=http://x a=http://y", "teacher 'a' is given twice"),
+    ("--use-opd --opd-teacher-urls http://x --rollout-temperature 0.7", "set --rollout-temperature 1"),
     ("--tis-level sequence", "--tis-level has no effect without --use-tis"),
     ("--rs-lower-bound 0.9", "--rs-lower-bound has no effect without --use-rs"),
     ("--use-tis --tis-clip-low 0.5", "--tis-clip-low has no effect with --tis-mode truncate"),
@@ -278,3 +291,17 @@ def test_flags_of_continuing_a_run_that_cannot_work_are_refused(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("output: {run-id: mine}")
     assert problems("--load", str(tmp_path), "--run-id", "mine") == []
     assert "--run-id other: the run in --load" in " ".join(problems("--load", str(tmp_path), "--run-id", "other"))
+
+
+def test_one_sample_a_prompt_is_enough_where_samples_are_not_compared():
+    assert problems("--n-samples-per-prompt", "1", "--advantage-estimator", "ppo") == []
+    assert problems("--n-samples-per-prompt", "1", "--custom-advantage-function-path", "a.b") == []
+
+
+def test_teachers_have_names_and_urls():
+    section = config_of([
+        *SOUND, "--use-opd", "--opd-teacher-urls", "http://a:1/generate", "sums=https://b/?x=y", "http://c/?q=1",
+    ]).distillation  # fmt: skip
+    assert section.teachers == [
+        ("default", "http://a:1"), ("sums", "https://b/?x=y"), ("default", "http://c/?q=1"),
+    ]  # fmt: skip

@@ -133,3 +133,50 @@ class Reference:
 
 def mask_of(sample: TrainSample) -> torch.Tensor:
     return torch.tensor(sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_len).float()
+
+
+class ValueReference:
+    """A critic in transformers and plain torch: the backbone, a linear value head that begins at 0, AdamW."""
+
+    def __init__(self, directory: Path, optimizer: OptimizerSpec):
+        from transformers import AutoModelForCausalLM
+
+        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+        self.backbone = whole.model
+        self.head = torch.nn.Linear(whole.config.hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.parameters = [*self.backbone.parameters(), *self.head.parameters()]
+        self.spec = optimizer
+        decay, plain = [p for p in self.parameters if p.ndim > 1], [p for p in self.parameters if p.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=optimizer.lr,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+        )
+
+    def values(self, sample: TrainSample) -> torch.Tensor:
+        """Value of the state before each response token."""
+        hidden = self.backbone(torch.tensor([list(sample.tokens)])).last_hidden_state[0]
+        return self.head(hidden)[sample.prompt_len - 1 : -1, 0]
+
+    def step(
+        self,
+        batch: Sequence[TrainSample],
+        old: Sequence[torch.Tensor],
+        returns: Sequence[torch.Tensor],
+        clip: float,
+    ) -> tuple[float, float]:
+        """One optimizer step on the token mean of the clipped loss: (loss, gradient norm before clipping)."""
+        total, count = torch.zeros(()), sum(s.trained_tokens for s in batch)
+        for sample, before, target in zip(batch, old, returns, strict=True):
+            values = self.values(sample)
+            near = before + (values - before).clamp(-clip, clip)
+            error = torch.maximum((values - target) ** 2, (near - target) ** 2)
+            total = total + 0.5 * (error * mask_of(sample)).sum() / count
+        self.optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.spec.clip_grad or 1e9)
+        self.optimizer.step()
+        return float(total), float(norm)

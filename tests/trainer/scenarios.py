@@ -73,9 +73,9 @@ def gradients(trainer: MegatronTrainer, batch: Sequence[TrainSample]) -> dict[st
     """Gradients of the supervised loss under HF names, on sources; nothing is updated."""
     columns = with_weights(policy_columns(batch, None), batch, "token-mean")
     micros = trainer._micro_batches(batch, columns)
-    trainer._ddp.train()
-    trainer._ddp.zero_grad_buffer()
-    step.train_pass(trainer._ddp, micros, trainer._scorer(), step.cross_entropy_loss, 2, trainer.layout)
+    trainer._policy.ddp.train()
+    trainer._policy.ddp.zero_grad_buffer()
+    step.train_pass(trainer._policy.ddp, micros, trainer._scorer(), step.cross_entropy_loss, 2, trainer.layout)
     if trainer.layout.dp:
         return {}
     named = convert.gather_weights(trainer.model, trainer.hf, trainer.layout, {}, value=lambda p: vars(p)["main_grad"])
@@ -221,5 +221,49 @@ def broadcast(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], e
                 asyncio.run(send())
             dist.barrier()
         return digests
+    finally:
+        trainer.close()
+
+
+def ppo(
+    rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], global_batch_size: int, steps: int = 2
+) -> dict[str, Any]:
+    """Values, `steps` rollout steps with a critic, values again, and the policy's weights before and after."""
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        before, weights = trainer.values(batch), exported(trainer)
+        done = [dict(trainer.train_step(batch, global_batch_size=global_batch_size)) for _ in range(steps)]
+        return {
+            "before": before,
+            "steps": done,
+            "values": trainer.values(batch),
+            "imported": weights,
+            "trained": exported(trainer),
+        }
+    finally:
+        trainer.close()
+
+
+def ppo_saved(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> dict[str, Any]:
+    """One step, save, one more."""
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        trainer.train_step(batch)
+        trainer.save_checkpoint(directory)
+        return {"steps": [dict(trainer.train_step(batch))], "values": trainer.values(batch)}
+    finally:
+        trainer.close()
+
+
+def ppo_loaded(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> dict[str, Any] | str:
+    """A step in another direction, load, one step; or the error of loading."""
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        trainer.train_step(list(batch)[:2])
+        try:
+            trainer.load_checkpoint(directory)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        return {"steps": [dict(trainer.train_step(batch))], "values": trainer.values(batch)}
     finally:
         trainer.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.trainer.base import ExportSink
 from miles_disagg.trainer.hf_config import HfModelConfig
+from miles_disagg.trainer.megatron.model import ValueHead
 from miles_disagg.trainer.megatron.parallel import Layout
 from miles_disagg.weights.checkpoint import Checkpoint
 
@@ -82,8 +83,10 @@ def check_checkpoint(checkpoint: Checkpoint, hf: HfModelConfig) -> None:
 
 
 def slots(model: torch.nn.Module, hf: HfModelConfig) -> list[Slot]:
-    """This rank's parameters with their HF tensors, in the order of the layers."""
+    """This rank's parameters with their HF tensors, in the order of the layers; a critic's value head has none."""
     params = dict(model.named_parameters())
+    if isinstance(getattr(model, "output_layer", None), ValueHead):
+        params = {name: p for name, p in params.items() if not name.startswith("output_layer.")}
     out: list[Slot] = []
 
     def take(name: str, kind: Kind, *hf_names: str, copy: bool = False) -> None:

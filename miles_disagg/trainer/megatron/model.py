@@ -1,7 +1,11 @@
-"""Builds this rank's part of a Hugging Face model as a Megatron-core model. Weights come from `convert.py`."""
+"""Builds this rank's part of a Hugging Face model as a Megatron-core model. Weights come from `convert.py`.
+
+A critic is the same model with a value head in place of the output layer.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from miles_disagg.trainer.base import TrainerSpec
 from miles_disagg.trainer.hf_config import HfModelConfig
@@ -59,6 +64,31 @@ def transformer_config(hf: HfModelConfig, spec: TrainerSpec, layout: Layout) -> 
         apply_rope_fusion=False,
         **recompute,
     )
+
+
+class ValueHead(torch.nn.Module):
+    """A value for each position: weight [1, hidden] and bias [1], whole on every tensor parallel rank.
+
+    They begin at 0, so that the first values are 0. It is called, and answers, as Megatron's output layer does.
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+        """hidden [t, 1, h] to values [t, 1, 1], fp32."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+
+
+def build_critic(hf: HfModelConfig, config: TransformerConfig, layout: Layout) -> GPTModel:
+    """`build_model` with a value head: forward gives values [1, t, 1] on the last stage."""
+    model = build_model(replace(hf, tied=False), config, layout)
+    if layout.last_stage:
+        head: Any = ValueHead(hf.hidden_size).to(device=layout.device, dtype=config.params_dtype)
+        model.output_layer = head
+    return model
 
 
 def build_model(hf: HfModelConfig, config: TransformerConfig, layout: Layout) -> GPTModel:

@@ -15,18 +15,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from miles_disagg.trainer.base import LossSpec
-from miles_disagg.trainer.losses import policy_losses
+from miles_disagg.trainer.losses import distilled, load_policy_loss, policy_losses
 from miles_disagg.trainer.megatron.batch import MicroBatch
 from miles_disagg.trainer.megatron.parallel import Layout
 from miles_disagg.trainer.vocab_parallel import logprobs_and_entropy
 
 POLICY_SUMS = (
     "loss", "pg_loss", "entropy", "kl", "clip_fraction", "tis_mean", "tis_capped_fraction", "rejected_fraction",
-    "rollout_logprob_abs_diff", "on_policy_abs_diff", "on_policy_share",
+    "rollout_logprob_abs_diff", "on_policy_abs_diff", "on_policy_share", "opd_reverse_kl",
 )  # fmt: skip
 """Names of the entries of the vector that `policy_loss` reports: sums over this micro-batch's tokens of share * x."""
 
-Loss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Tensor]]
+Loss = Callable[..., tuple[Tensor, Tensor]]
+"""(what the scorer gives, the micro-batch) to (the loss to minimize, the sums to report)."""
+ScoreFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
+"""The model's output [1, t, v] to fp32 [n] tensors, one entry a response token."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,24 @@ def policy_loss(spec: LossSpec) -> Loss:
     Without a `proximal` column the current policy is the proximal one: the first and only optimizer step of its batch.
     """
 
+    custom = load_policy_loss(spec)
+
     def loss(logprobs: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         column = micro.columns
+        proximal, advantages = column.get("proximal", logprobs.detach()), column["advantage"]
+        if spec.distill_coef:
+            advantages = distilled(advantages, proximal, column["teacher"], spec.distill_coef)
         terms = policy_losses(
             logprobs,
-            proximal=column.get("proximal", logprobs.detach()),
+            proximal=proximal,
             behaviour=column.get("behaviour"),
-            advantages=column["advantage"],
+            advantages=advantages,
             entropy=entropy,
             reference=column.get("reference"),
             spec=spec,
             mask=column["mask"],
             segments=micro.segments,
+            custom=custom,
         )
         total = (terms.loss * column["weight"]).sum()
         with torch.no_grad():
@@ -78,6 +87,7 @@ def policy_loss(spec: LossSpec) -> Loss:
                 for x in (entropy, terms.kl, terms.clipped, terms.tis, terms.tis_capped, terms.rejected)
             ]
             sums += [difference.sum(), (difference * column["on_policy"]).sum(), (share * column["on_policy"]).sum()]
+            sums += [((logprobs - column.get("teacher", logprobs)) * share).sum()]
         return total, torch.stack([s.detach() for s in sums])
 
     return loss
@@ -90,7 +100,7 @@ def cross_entropy_loss(logprobs: Tensor, entropy: Tensor, micro: MicroBatch) -> 
 
 
 def train_pass(
-    model: Any, micros: Sequence[MicroBatch], scorer: Scorer, loss: Loss, sums: int, layout: Layout
+    model: Any, micros: Sequence[MicroBatch], scorer: ScoreFunction, loss: Loss, sums: int, layout: Layout
 ) -> Tensor:
     """Forward and backward over all micro-batches; gradients of the weighted sum over all DP ranks accumulate.
 
@@ -116,9 +126,9 @@ def train_pass(
 
 @torch.no_grad()
 def score_pass(
-    model: Any, micros: Sequence[MicroBatch], scorer: Scorer, offsets: Sequence[int], layout: Layout
+    model: Any, micros: Sequence[MicroBatch], scorer: ScoreFunction, offsets: Sequence[int], layout: Layout
 ) -> Tensor:
-    """Log-probability of every response token of the whole batch, fp32 [offsets[-1]], on the CPU of every rank.
+    """The scorer's first output of every response token of the batch, fp32 [offsets[-1]], on the CPU of every rank.
 
     Forward only. Collective.
     """

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.publish.peer import LocalShard
 from miles_disagg.trainer.base import ExportSink, RankSpec, TrainerSpec, TrainSample
 from miles_disagg.trainer.batching import plan_micro_batches
 from miles_disagg.trainer.hf_config import read_hf_config
-from miles_disagg.trainer.megatron import checkpoint as checkpoints
 from miles_disagg.trainer.megatron import convert, parallel
 from miles_disagg.trainer.megatron.batch import (
     Columns,
@@ -32,19 +26,29 @@ from miles_disagg.trainer.megatron.batch import (
     response_offsets,
     with_weights,
 )
-from miles_disagg.trainer.megatron.model import DTYPES, build_model, transformer_config
+from miles_disagg.trainer.megatron.critic import (
+    VALUE_SUMS,
+    critic_metrics,
+    value_loss,
+    value_scores,
+    whitened,
+    with_gae,
+)
+from miles_disagg.trainer.megatron.model import build_critic, build_model, transformer_config
+from miles_disagg.trainer.megatron.optimized import OptimizedModel
 from miles_disagg.trainer.megatron.shards import local_shards
 from miles_disagg.trainer.megatron.step import (
     POLICY_SUMS,
     Loss,
+    ScoreFunction,
     Scorer,
     cross_entropy_loss,
     policy_loss,
     score_pass,
-    train_pass,
 )
-from miles_disagg.trainer.schedule import learning_rate
 from miles_disagg.weights.checkpoint import Checkpoint, open_checkpoint
+
+_CRITIC = ".critic"
 
 
 class MegatronTrainer:
@@ -60,7 +64,7 @@ class MegatronTrainer:
         problems = self.hf.layout_problems(spec.tensor_parallel, spec.pipeline_parallel)
         if problems:
             raise ValueError("; ".join(problems))
-        self.optimizer_steps = 0
+        self.rollout_steps = 0
         with open_checkpoint(spec.hf_checkpoint) as checkpoint:
             convert.check_checkpoint(checkpoint, self.hf)
             self._dtypes = {n: convert.TORCH_DTYPES[checkpoint.tensors[n].dtype] for n in convert.hf_shapes(self.hf)}
@@ -72,7 +76,7 @@ class MegatronTrainer:
                 raise
 
     def _build(self, checkpoint: Checkpoint) -> None:
-        """The model with its weights, the frozen base if the loss needs one, gradient buffers and optimizer."""
+        """The models with their weights: the policy, and the frozen base and the critic if the algorithm needs them."""
         self.config = transformer_config(self.hf, self.spec, self.layout)
         self.model = build_model(self.hf, self.config, self.layout)
         convert.import_weights(self.model, checkpoint, self.hf, self.layout)
@@ -80,17 +84,14 @@ class MegatronTrainer:
         if self.spec.loss.kl_coef:
             self._base = build_model(self.hf, self.config, self.layout).eval().requires_grad_(False)
             convert.import_weights(self._base, checkpoint, self.hf, self.layout)
-        self._ddp = DistributedDataParallel(
-            self.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=self.spec.use_distributed_optimizer,
-            ),
-            self.model,
-        )
-        self._optimizer: Any = get_megatron_optimizer(_optimizer_config(self.spec), [self._ddp])
-        self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = self._optimizer.scale_loss
+        self._policy = OptimizedModel(self.model, self.spec, self.spec.optimizer, self.layout)
+        self._critic: OptimizedModel | None = None
+        if self.spec.critic is not None:
+            # A configuration of its own: the schedules find the optimizer's hooks there.
+            critic = build_critic(self.hf, transformer_config(self.hf, self.spec, self.layout), self.layout)
+            convert.import_weights(critic, checkpoint, self.hf, self.layout)
+            self._critic = OptimizedModel(critic, self.spec, self.spec.critic.optimizer, self.layout)
+        self._policy_loss = policy_loss(self.spec.loss)
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -108,6 +109,19 @@ class MegatronTrainer:
                 f"{missing} of {len(batch)} samples have no behaviour logprobs, which --use-tis, --use-rs and "
                 "--use-rollout-logprobs need: have the generate function return them, or turn these off"
             )
+        if self.spec.loss.distill_coef and "teacher" not in columns.values:
+            missing = sum(sample.teacher_logprobs is None for sample in batch)
+            raise ValueError(f"{missing} of {len(batch)} samples have no teacher logprobs, which --use-opd needs")
+        out: dict[str, float] = {"train/tokens": float(sum(len(sample.tokens) for sample in batch))}
+        if self._critic is not None and self.spec.critic is not None:
+            values = self._score(self._critic.model, batch, value_scores)
+            columns = with_gae(columns, batch, values, self.spec.critic)
+            out |= self._train_critic(batch, columns, size)
+        self.rollout_steps += 1
+        if self.spec.critic is not None and self.rollout_steps <= self.spec.critic.only_steps:
+            return out
+        if self.spec.advantages.whiten:
+            columns = whitened(columns)
         if size < len(batch) and self.spec.loss.proximal == "recomputed":
             columns = columns.with_column("proximal", self._score(self.model, batch))
         if self._base is not None:
@@ -116,9 +130,10 @@ class MegatronTrainer:
         for begin in range(0, len(batch), size):
             part = batch[begin : begin + size]
             weighted = self._weighted(columns.samples(begin, begin + size), part)
-            steps.append(self._optimizer_step(part, weighted, policy_loss(self.spec.loss), POLICY_SUMS))
-        out = {key: math.fsum(s[key] for s in steps) / len(steps) for key in steps[0]}
-        out["train/tokens"] = float(sum(len(sample.tokens) for sample in batch))
+            steps.append(self._optimizer_step(part, weighted, self._policy_loss, POLICY_SUMS))
+        out |= {key: math.fsum(s[key] for s in steps) / len(steps) for key in steps[0]}
+        if "teacher" not in columns.values:
+            del out["train/opd_reverse_kl"]
         on_policy, share = out.pop("train/on_policy_abs_diff"), out.pop("train/on_policy_share")
         if share > 0:
             out["train/rollout_logprob_abs_diff_on_policy"] = on_policy / share
@@ -140,39 +155,34 @@ class MegatronTrainer:
     def _optimizer_step(
         self, batch: Sequence[TrainSample], columns: Columns, loss: Loss, names: Sequence[str]
     ) -> dict[str, float]:
-        micros = self._micro_batches(batch, columns)
-        self._ddp.train()
-        self._ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        sums = train_pass(self._ddp, micros, self._scorer(), loss, len(names), self.layout).tolist()
-        self._check_finite(dict(zip(names, sums, strict=True)))
-        lr = learning_rate(self.spec.optimizer, self.optimizer_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        _, grad_norm, _ = self._optimizer.step()
-        self.optimizer_steps += 1
-        out = {f"train/{name}": value for name, value in zip(names, sums, strict=True)}
-        return out | {
-            "train/grad_norm": float(grad_norm or 0.0),
-            "train/lr": lr,
-            "train/micro_batches": float(len(micros)),
-        }
+        out = self._policy.step(self._micro_batches(batch, columns), self._scorer(), loss, names)
+        return {f"train/{name}": value for name, value in out.items()}
 
-    def _check_finite(self, sums: Mapping[str, float]) -> None:
-        """FloatingPointError on every rank alike, before anything is updated."""
-        gradients = torch.stack([buffer.grad_data.sum() for buffer in getattr(self._ddp, "buffers")])  # noqa: B009
-        total = gradients.sum()
-        dist.all_reduce(total)
-        bad = [name for name, value in ({**sums, "gradient": total.item()}).items() if not math.isfinite(value)]
-        if bad:
-            raise FloatingPointError(
-                f"{', '.join(bad)} not finite in optimizer step {self.optimizer_steps}: the step was not applied"
-            )
+    def _train_critic(self, batch: Sequence[TrainSample], columns: Columns, size: int) -> dict[str, float]:
+        """One optimizer step of the critic for each part of the batch, on columns `value` and `return`."""
+        assert self._critic is not None
+        assert self.spec.critic is not None
+        steps, loss = [], value_loss(self.spec.critic.value_clip)
+        for begin in range(0, len(batch), size):
+            part = batch[begin : begin + size]
+            weighted = self._weighted(columns.samples(begin, begin + size), part)
+            steps.append(self._critic.step(self._micro_batches(part, weighted), value_scores, loss, VALUE_SUMS))
+        return critic_metrics(steps)
 
-    def _score(self, model: torch.nn.Module, batch: Sequence[TrainSample]) -> torch.Tensor:
+    def values(self, batch: Sequence[TrainSample]) -> list[list[float]]:
+        """The critic's value of the state before every response token, per sample; the same on every rank."""
+        if self._critic is None:
+            raise ValueError("this trainer has no critic: give TrainerSpec.critic")
+        flat, offsets = self._score(self._critic.model, batch, value_scores), response_offsets(batch)
+        return [flat[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
+
+    def _score(
+        self, model: torch.nn.Module, batch: Sequence[TrainSample], scorer: ScoreFunction | None = None
+    ) -> torch.Tensor:
         offsets = response_offsets(batch)
         model.eval()
-        return score_pass(model, self._micro_batches(batch, Columns(offsets, {})), self._scorer(), offsets, self.layout)
+        micros = self._micro_batches(batch, Columns(offsets, {}))
+        return score_pass(model, micros, scorer or self._scorer(), offsets, self.layout)
 
     def _micro_batches(self, batch: Sequence[TrainSample], columns: Columns) -> list[MicroBatch]:
         lengths = [len(sample.tokens) for sample in batch]
@@ -220,40 +230,29 @@ class MegatronTrainer:
         convert.check_tied_copies(self.model, self.hf, self.layout)
 
     def save_checkpoint(self, directory: str) -> None:
-        """See `trainer.base.Trainer.save_checkpoint`. FileExistsError if `directory` exists."""
-        checkpoints.save(directory, self.model, self._optimizer, self._common_state(), self._distributed_optimizer)
+        """See `trainer.base.Trainer.save_checkpoint`. FileExistsError if `directory` exists.
+
+        The critic, if there is one, is complete in `<directory>.critic` before the policy is: a checkpoint is whole
+        when `directory` is there.
+        """
+        if self._critic is not None:
+            self._critic.save(f"{directory}{_CRITIC}", self._common_state())
+        self._policy.save(directory, self._common_state())
 
     def load_checkpoint(self, directory: str) -> None:
-        """See `trainer.base.Trainer.load_checkpoint`. CheckpointError if it is not one of this model."""
-        state = checkpoints.load(
-            directory, self.model, self._optimizer, self._common_state(), self._distributed_optimizer
-        )
-        self.optimizer_steps = state["optimizer_steps"]
+        """See `trainer.base.Trainer.load_checkpoint`. CheckpointError if it is not one of this model and its critic."""
+        if self._critic is not None:
+            if not Path(f"{directory}{_CRITIC}").is_dir():
+                raise CheckpointError(
+                    "has no critic: it is of a run without --advantage-estimator ppo; start a new run", file=directory
+                )
+            self._critic.load(f"{directory}{_CRITIC}", self._common_state())
+        state = self._policy.load(directory, self._common_state())
+        self.rollout_steps = state.get("rollout_steps", 0)
 
     def close(self) -> None:
         """See `trainer.base.Trainer.close`."""
         parallel.shutdown()
 
-    @property
-    def _distributed_optimizer(self) -> bool:
-        return self.spec.use_distributed_optimizer
-
     def _common_state(self) -> dict[str, Any]:
-        return {"optimizer_steps": self.optimizer_steps, "architecture": self.hf.architecture}
-
-
-def _optimizer_config(spec: TrainerSpec) -> OptimizerConfig:
-    adam = spec.optimizer
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=adam.lr,
-        min_lr=adam.min_lr,
-        weight_decay=adam.weight_decay,
-        adam_beta1=adam.adam_beta1,
-        adam_beta2=adam.adam_beta2,
-        adam_eps=adam.adam_eps,
-        clip_grad=adam.clip_grad or math.inf,  # the norm is computed, and reported, either way
-        params_dtype=DTYPES[spec.dtype],
-        bf16=spec.dtype == "bf16",
-        use_distributed_optimizer=spec.use_distributed_optimizer,
-    )
+        return {"rollout_steps": self.rollout_steps, "architecture": self.hf.architecture}

@@ -1,0 +1,152 @@
+"""Teachers of an on-policy distillation: frozen servers that say how likely each sampled token is to them.
+
+Any server that speaks SGLang's `/generate` (SGLang itself, the embedded engine); nothing is ever written to it. What
+the logprobs do to the advantages is `trainer.losses.distilled`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from miles_disagg.domain.errors import SampleRejected
+from miles_disagg.domain.samples import Prompt, Sample
+from miles_disagg.domain.versions import Constraint
+from miles_disagg.rollout.base import GenerationClient, SamplingOptions
+
+FLAG = "--opd-teacher-urls"
+_PROBES = 256  # tokens of the vocabulary, evenly spread, that a teacher must tokenize as the policy does
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """urls: by name, `default` for samples that name none. key: of the prompt's metadata with the name. timeout: s."""
+
+    urls: Mapping[str, str]
+    key: str
+    timeout: float
+
+
+class Teachers:
+    """Asks for the logprobs of given tokens. Close it, or use it as an async context manager."""
+
+    def __init__(self, spec: TeacherSpec):
+        self._spec = spec
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Teachers:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def check(self, tokenizer: Any) -> list[str]:
+        """Problems, by URL: a teacher that does not answer, or that does not tokenize as `tokenizer` does.
+
+        A token means something to both only if both have the same vocabulary, so a text of tokens from all over the
+        policy's vocabulary is sent, and the ids that the teacher makes of it are compared.
+        """
+        size = max(tokenizer.get_vocab().values()) + 1
+        ids = sorted({i * (size - 1) // max(1, _PROBES - 1) for i in range(_PROBES)})
+        text = "".join(tokenizer.decode([i], skip_special_tokens=True) for i in ids)
+        ours, problems = list(tokenizer.encode(text)), []
+        for url in self._spec.urls.values():
+            try:
+                pairs = await self._ask(url, {"text": text})
+            except SampleRejected as error:
+                problems.append(f"{FLAG} {url}: {error.detail}")
+                continue
+            theirs = [token for _, token in pairs]
+            if theirs != ours:
+                at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+                problems.append(
+                    f"{FLAG} {url}: the teacher has another vocabulary (of {len(ours)} tokens of a test text, number "
+                    f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} there); serve a model with the "
+                    "tokenizer of --hf-checkpoint"
+                )
+        return problems
+
+    async def logprobs(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Natural log-probability of each of `tokens` after the prompt and those before it, at temperature 1.
+
+        SampleRejected (`teacher`) for a teacher that does not answer so, or that nobody gave.
+        """
+        if not tokens:
+            return ()
+        name = str(prompt.metadata.get(self._spec.key, "default"))
+        url = self._spec.urls.get(name, self._spec.urls.get("default"))
+        if url is None:
+            raise SampleRejected("teacher", f"prompt {prompt.key} wants teacher {name!r}, and there is no `default`")
+        sent = [*prompt.tokens, *tokens]
+        pairs = await self._ask(url, {"input_ids": sent})
+        if [token for _, token in pairs] != sent:
+            raise SampleRejected("teacher", f"{url} scored other tokens than it was given")
+        out = tuple(logprob for logprob, _ in pairs[len(prompt.tokens) :])
+        if not all(logprob is not None and math.isfinite(logprob) for logprob in out):
+            raise SampleRejected("teacher", f"{url} gave a logprob that is missing or not finite")
+        return out  # pyright: ignore[reportReturnType]
+
+    async def _ask(self, url: str, given: Mapping[str, Any]) -> list[tuple[float | None, int]]:
+        """(logprob, id) of every token that was sent; the first has no logprob."""
+        body = {
+            **given,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with asyncio.timeout(self._spec.timeout):
+                async with self._session.post(f"{url}/generate", json=body) as response:
+                    if response.status != 200:
+                        detail = (await response.text())[:200]
+                        raise SampleRejected("teacher", f"{url} answered {response.status}: {detail}")
+                    answer = await response.json()
+        except TimeoutError:
+            waited = self._spec.timeout
+            raise SampleRejected("teacher", f"{url} gave no answer within {waited:g} s (--opd-timeout)") from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise SampleRejected("teacher", f"{url}: {type(error).__name__}: {error}") from error
+        try:
+            return [(entry[0], int(entry[1])) for entry in answer["meta_info"]["input_token_logprobs"]]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise SampleRejected("teacher", f"{url}: no meta_info.input_token_logprobs in its answer") from error
+
+
+class TaughtClient:
+    """A `GenerationClient` whose samples come with the teacher's logprobs of their tokens."""
+
+    def __init__(self, client: GenerationClient, teachers: Teachers):
+        self._client, self._teachers = client, teachers
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingOptions,
+        constraint: Constraint,
+        *,
+        sample_id: str,
+        group_id: str,
+        rid: str,
+        session_id: str | None = None,
+        seed: int | None = None,
+    ) -> Sample:
+        """See `GenerationClient.generate`. SampleRejected (`teacher`) where the teacher does not answer."""
+        sample = await self._client.generate(
+            prompt, sampling, constraint, sample_id=sample_id, group_id=group_id, rid=rid, session_id=session_id,
+            seed=seed,
+        )  # fmt: skip
+        return dataclasses.replace(sample, teacher_logprobs=await self._teachers.logprobs(prompt, sample.tokens))
