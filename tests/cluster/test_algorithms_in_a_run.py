@@ -19,19 +19,22 @@ def rows(run_dir):
 
 @pytest.mark.slow
 def test_ppo_trains_policy_and_critic_and_goes_on_after_a_restart(tiny_checkpoint, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"input": f"{a}+{b}="}) + "\n" for a in range(1, 9) for b in range(1, 9)))
+    data = ("--prompt-data", str(prompts), "--custom-rm-path", "tests.cluster.test_algorithms_in_a_run.length")
     flags = (
         "--advantage-estimator", "ppo", "--gamma", "0.99", "--lambd", "0.95", "--critic-lr", "1e-3",
         "--value-clip", "10", "--num-critic-only-steps", "2", "--normalize-advantages", "--n-samples-per-prompt", "1",
         "--rollout-batch-size", "16", "--save-interval", "6",
     )  # fmt: skip
-    run = Run(tiny_checkpoint, tmp_path / "run", "--num-rollout", "12", *flags)
+    run = Run(tiny_checkpoint, tmp_path / "run", "--num-rollout", "12", *data, *flags)
     assert run.wait(timeout=400) == 0, run.log.read_text()
     first = rows(tmp_path / "run")
     assert ["train/loss" in row for row in first] == [False] * 2 + [True] * 10
     losses = [row["train/value_loss"] for row in first]
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4]), losses
     assert processes.gone(run.marker, timeout=20) == []
-    again = Run(tiny_checkpoint, tmp_path / "run", "--load", str(tmp_path / "run"), "--num-rollout", "14")
+    again = Run(tiny_checkpoint, tmp_path / "run", "--load", str(tmp_path / "run"), "--num-rollout", "14", *data)
     assert again.wait(timeout=400) == 0, again.log.read_text()
     later = rows(tmp_path / "run")
     assert len(later) == 14
@@ -57,6 +60,10 @@ def test_distillation_brings_the_policy_nearer_to_the_teacher(tiny_checkpoint, t
     divergence = [row["train/opd_reverse_kl"] for row in rows(tmp_path / "run")]
     assert len(divergence) == 25
     assert sum(divergence[-5:]) < 0.6 * sum(divergence[:5]), divergence
+
+
+def length(sample) -> float:
+    return len(sample.tokens) / 6
 
 
 def nothing(groups):

@@ -19,8 +19,9 @@ MARKER = "MILES_DISAGG_TEST_RUN"
 
 
 def flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
+    task = () if "--prompt-data" in more else ("--task", "addition", "--task-size", "64", "--eval-task-size", "16")
     return [
-        *("--hf-checkpoint", str(checkpoint), "--task", "addition", "--task-size", "64", "--eval-task-size", "16"),
+        *("--hf-checkpoint", str(checkpoint), *task),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
         *("--train-dtype", "fp32", "--lr", "1e-4", "--max-weight-staleness", "2", "--trainer-device", "cpu"),
         *("--update-weight-transfer-mode", "disk-delta", "--run-dir", str(run_dir)),
