@@ -22,8 +22,8 @@ from miles_disagg.domain.versions import VersionRef
 from miles_disagg.publish.peer import Route, Sent
 from miles_disagg.store.actor import RemoteLedger
 from miles_disagg.weights.transfer.blocks import RankLayout
-from miles_disagg.weights.transfer.link import GroupSeat, Link, Sums, arrivals, ranks_of
-from miles_disagg.weights.transfer.plan import Plan, aligned, fingerprint, make_plan
+from miles_disagg.weights.transfer.link import GroupSeat, Link, Patch, Sums, arrivals, ranks_of
+from miles_disagg.weights.transfer.plan import MAIL_SHARE, Plan, aligned, fingerprint, make_plan
 from miles_disagg.weights.transfer.report import summary
 
 _ATTEMPTS = 3
@@ -48,6 +48,7 @@ class _Update:
     member: Member
     links: list[Link]
     sums: list[Sums] = field(default_factory=list)
+    patches: list[list[Patch]] = field(default_factory=list)
     error: MilesDisaggError | None = None
 
     @property
@@ -89,7 +90,8 @@ class PeerChannel:
 
     async def _adopt(self, member: Member, targets: Sequence[int]) -> None:
         parts = [arrivals(self._planned, target) for target in targets]
-        await self._ask(member, "adopt", "adopt its part of the transfer plan", list(targets), parts)
+        mail = max(aligned(self._planned.staged_bytes[t] // MAIL_SHARE) for t in targets)
+        await self._ask(member, "adopt", "adopt its part of the transfer plan", list(targets), parts, mail)
 
     @property
     def _planned(self) -> Plan:
@@ -108,9 +110,10 @@ class PeerChannel:
             raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
         await self._ledger.commit(ref)
         metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
-                sent = await self._send(ref, [m for m in self._fleet.members if not m.lost])
+                members = [m for m in self._fleet.members if not m.lost]
+                sent = await self._send(ref, members, whole=attempt > 0)
                 return {**metrics, **_metrics(sent), **self._observe(ref, max(s.moved for s in sent))}
             except EngineUnavailable as error:
                 self._fleet.say(f"{ref} waits for an engine: {error}")
@@ -126,21 +129,21 @@ class PeerChannel:
         donor = await self._donor(ref, member)
         if donor is None:
             self._fleet.say(f"{member.spec.replica_id} gets {ref} from the trainer")
-            await self._send(ref, [member])
+            await self._send(ref, [member], whole=True)
             return
         try:
             await self._give(ref, donor, member)
             self._fleet.say(f"{member.spec.replica_id} got {ref} from {donor.spec.replica_id}")
         except MilesDisaggError as error:
             self._fleet.say(f"{member.spec.replica_id}: {donor.spec.replica_id} could not give {ref} ({error})")
-            await self._send(ref, [member])
+            await self._send(ref, [member], whole=True)
 
     async def discard(self) -> None:
         """What was staged is kept, to be sent again, until the next copy-out."""
         what = "end a publication"
         await call_all([(r.discard.remote(), f"trainer rank {i}: {what}") for i, r in enumerate(self._actors)], 30.0)
 
-    async def _send(self, ref: VersionRef, members: Sequence[Member]) -> list[Sent]:
+    async def _send(self, ref: VersionRef, members: Sequence[Member], *, whole: bool) -> list[Sent]:
         """From the trainer to `members`. Those written to directly are paused for it, the others for the landing."""
         updates = [u for u in await asyncio.gather(*(self._linked(m) for m in members)) if u is not None]
         if not updates:
@@ -148,7 +151,7 @@ class PeerChannel:
         staged, direct = [u for u in updates if u.staged], [u for u in updates if not u.staged]
         sent: list[Sent] = []
         if staged:
-            sent += await self._transfer(ref, staged)
+            sent += await self._transfer(ref, staged, whole)
             await self._verify(staged)
             await self._land(ref, staged, self._nothing)
         if direct:
@@ -156,7 +159,7 @@ class PeerChannel:
             async def write(begun: list[_Update]) -> None:
                 for update in begun:
                     await self._ask(update.member, "expect", "expect bytes in its live weights")
-                sent.extend(await self._transfer(ref, begun))
+                sent.extend(await self._transfer(ref, begun, whole))
                 await self._verify(begun)
 
             await self._land(ref, direct, write)
@@ -192,25 +195,28 @@ class PeerChannel:
         async def one(update: _Update) -> None:
             try:
                 if update.error is None:
-                    await self._ask(update.member, "verify", "compare checksums", update.sums)
+                    await self._ask(update.member, "verify", "compare checksums", update.sums, False, update.patches)
             except MilesDisaggError as error:
                 update.error = error
 
         await asyncio.gather(*(one(u) for u in updates))
 
-    async def _transfer(self, ref: VersionRef, updates: Sequence[_Update]) -> list[Sent]:
+    async def _transfer(self, ref: VersionRef, updates: Sequence[_Update], whole: bool) -> list[Sent]:
         """All sources write to all linked ranks, side by side. Notes each engine's checksums and errors."""
         links = [link for u in updates for link in u.links]
         seat = await self._seat(links) if self._settings.transport == "torch" else None
         receiving = [self._receive(u, links, seat) for u in updates if seat is not None]
         sent, *_ = await asyncio.gather(
-            self._ranks("peer_send", f"send {ref}", [(ref, links, seat)] * self._ranks_count), *receiving
+            self._ranks("peer_send", f"send {ref}", [(ref, links, seat, whole)] * self._ranks_count), *receiving
         )
         assert sent is not None
         for update in updates:
             errors = [s.errors[link.target] for s in sent for link in update.links if link.target in s.errors]
             if errors and update.error is None:
                 update.error = UpdateFailed(errors[0])
+            update.patches = [
+                [s.patches[link.target] for s in sent if link.target in s.patches] for link in update.links
+            ]
             update.sums = [[row for s in sent for row in s.sums.get(link.target, [])] for link in update.links]
         return sent
 

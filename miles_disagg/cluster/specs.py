@@ -160,6 +160,7 @@ def peer_options(config: RunConfig) -> PeerOptions:
         staging=weights.update_weight_p2p_staging,
         bucket=weights.update_weight_buffer_size,
         deadline=config.timeouts.update_weights_timeout,
+        delta=weights.encoding is not None,
     )
 
 

@@ -7,6 +7,8 @@ from miles_disagg.config.flags import flag
 from miles_disagg.config.resolve import is_url
 from miles_disagg.config.run import RunConfig
 
+_PEER_DELTAS = (("nixl", "auto"), ("nixl", "always"))
+
 
 def weights(config: RunConfig) -> Iterator[str]:
     """Problems of the weights section, each naming its flags and the remedy."""
@@ -14,7 +16,8 @@ def weights(config: RunConfig) -> Iterator[str]:
     short = w.update_weight_transfer_mode
     if short:
         transport = "disk" if short.startswith("disk") else short
-        implied = ("delta" if short == "disk-delta" else "full", transport)
+        mode = w.update_weight_mode if short == "p2p" else "delta" if short == "disk-delta" else "full"
+        implied = (mode, transport)
         for name, given, wanted in (
             ("--update-weight-mode", w.update_weight_mode, implied[0]),
             ("--update-weight-transport", w.update_weight_transport, implied[1]),
@@ -67,10 +70,10 @@ def _peer(config: RunConfig) -> Iterator[str]:
             if getattr(w, field) != default:
                 yield f"{flag(field)} is for peer-to-peer updates: add --update-weight-transfer-mode p2p, or drop it"
         return
-    if w.mode == "delta":
+    if w.mode == "delta" and (w.update_weight_p2p_transport, w.update_weight_p2p_staging) not in _PEER_DELTAS:
         yield (
-            "--update-weight-mode delta cannot go over --update-weight-transport p2p: every trainer rank writes whole "
-            "shards; drop it, or use --update-weight-transfer-mode disk-delta"
+            "--update-weight-mode delta over --update-weight-transport p2p patches staging areas by one-sided writes: "
+            "use --update-weight-p2p-transport nixl, and not --update-weight-p2p-staging never"
         )
     if engines.topology == "service":
         yield (
@@ -81,10 +84,10 @@ def _peer(config: RunConfig) -> Iterator[str]:
 
 def _deltas(config: RunConfig) -> Iterator[str]:
     w, engines = config.weights, config.engines
-    given, indices = w.update_weight_encoding, w.mode == "delta" and w.transport == "broadcast"
+    given, indices = w.update_weight_encoding, w.mode == "delta" and w.transport != "disk"
     if given is not None and w.mode == "full":
         yield (
-            "--update-weight-encoding is for deltas on disk or --update-weight-mode delta over broadcast: add "
+            "--update-weight-encoding is for deltas on disk or --update-weight-mode delta over broadcast or p2p: add "
             "--update-weight-transfer-mode disk-delta, or drop it"
         )
     elif given is not None and (given == "indices") != indices:
@@ -112,7 +115,7 @@ def _deltas(config: RunConfig) -> Iterator[str]:
     if w.update_weight_snapshot_device == "cuda" and config.trainer.trainer_device == "cpu":
         yield "--update-weight-snapshot-device cuda needs --trainer-device cuda: the trainer has no GPU to keep it on"
     stock = engines.topology == "attached" or engines.rollout_engine == "sglang"
-    if indices and stock:
+    if indices and w.transport == "broadcast" and stock:
         yield (
             "--update-weight-mode delta over --update-weight-transport broadcast needs --rollout-engine embedded: "
             "stock SGLang has no hook for scattering what it receives from a process group; use "

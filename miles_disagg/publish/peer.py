@@ -24,15 +24,15 @@ from miles_disagg.engine.inplace.miles_inplace.transport import (
     Job,
     Nixl,
     Pairs,
-    Region,
     TransportError,
     checksums,
     element_sum,
     region,
 )
+from miles_disagg.publish.peer_changes import Changes
 from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage
-from miles_disagg.weights.transfer.link import GroupSeat, Link, Sums
-from miles_disagg.weights.transfer.plan import Piece, Plan, Write, runs
+from miles_disagg.weights.transfer.link import GroupSeat, Link, Patch, Sums
+from miles_disagg.weights.transfer.plan import Mailbox, Piece, Plan, Write, runs
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Route:
     packed_bytes: int
     writes: tuple[Write, ...]
     dtypes: Mapping[tuple[int, int], str]
+    mailboxes: Mapping[int, Mailbox]
 
     @classmethod
     def of(cls, plan: Plan, source: int, bucket: int) -> Route:
@@ -61,16 +62,19 @@ class Route:
         pieces = tuple(p for p in plan.pieces if p.source == source)
         dtypes = {(p.target, p.target_storage): plan.targets[p.target].storages[p.target_storage].dtype for p in pieces}
         writes = tuple(w for w in plan.writes(bucket) if w.source == source)
-        return cls(source, pieces, tuple(plan.of_source(source)), plan.packed_bytes[source], writes, dtypes)
+        boxes = {target: box for (s, target), box in plan.mailboxes().items() if s == source}
+        return cls(source, pieces, tuple(plan.of_source(source)), plan.packed_bytes[source], writes, dtypes, boxes)
 
 
 @dataclass
 class Sent:
-    """What one rank's `send` did: by target, why it failed, and the checksums of what went. moved: 1 if any bit of
+    """What one rank's `send` did: by target, why it failed, the checksums of what its staging area or weights must
+    hold, and where changes only were sent. moved: 1 if any bit of
     this rank's shards changed since the version before, else 0."""
 
     errors: dict[int, str] = field(default_factory=dict)
     sums: dict[int, Sums] = field(default_factory=dict)
+    patches: dict[int, Patch] = field(default_factory=dict)
     wire_bytes: int = 0
     seconds: float = 0.0
     export_seconds: float = 0.0
@@ -80,10 +84,11 @@ class Sent:
 class PeerSource:
     """One trainer rank's half. States: routed -> staging -> sending -> idle; keeps one packed copy of its shards.
 
-    transport: `nixl` or `torch`. timeout: seconds of one update's transfer.
+    transport: `nixl` or `torch`. timeout: seconds of one update's transfer. delta: keep the version before too, and
+    send changed words to an engine that has it in its staging area, where they fit into its mailbox.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], *, name: str, transport: str, timeout: float):
+    def __init__(self, shards: Sequence[LocalShard], *, name: str, transport: str, timeout: float, delta: bool = False):
         self._shards, self._name, self._transport, self._timeout = list(shards), name, transport, timeout
         self._device = self._shards[0].parameter.device
         self._nixl: Nixl | None = None
@@ -94,6 +99,7 @@ class PeerSource:
         self._idle.set()
         self._staged = False
         self._export_seconds = 0.0
+        self._changes = Changes() if delta else None
         self._seen: tuple[str, list[Any], int] = ("", [], 0)  # version, checksums, moved
 
     def layout(self) -> RankLayout:
@@ -113,10 +119,14 @@ class PeerSource:
         self._route, self._staged = route, False
         self._buffer = torch.zeros(route.packed_bytes, dtype=torch.uint8, device=self._device)
         self._copies = [self._copy(piece, route) for piece in route.packed]
+        own = [self._buffer]
+        if self._changes is not None:
+            own.append(self._changes.route(self._buffer, route.mailboxes, _word(route)))
         if self._transport == "nixl" and route.packed_bytes:
             try:
                 self._nixl = Nixl(f"{self._name.replace(' ', '-')}-{uuid.uuid4().hex[:8]}")
-                self._nixl.register([region(self._buffer)], cuda=self._device.type == "cuda")
+                regions = [region(tensor) for tensor in own if tensor.numel()]
+                self._nixl.register(regions, cuda=self._device.type == "cuda")
             except TransportError as error:
                 raise PublicationFailed(f"{self._name}: {error}") from error
 
@@ -144,6 +154,8 @@ class PeerSource:
         if self._route is None:
             raise PublicationFailed(f"{self._name} has no transfer plan")
         started = time.monotonic()
+        if self._changes is not None:
+            self._changes.keep()
         plain = [(s, d) for s, d, dtype in self._copies if s.dtype == d.dtype == dtype]
         if plain:
             torch._foreach_copy_([d for _, d in plain], [s for s, _ in plain])
@@ -155,10 +167,11 @@ class PeerSource:
         self._staged = True
         self._export_seconds = time.monotonic() - started
 
-    def send(self, version: str, links: Sequence[Link], group: GroupSeat | None = None) -> Sent:
+    def send(self, version: str, links: Sequence[Link], group: GroupSeat | None = None, *, whole: bool = False) -> Sent:
         """Send what was staged to the linked engine ranks. Failures of single targets are in the result.
 
-        group: where to meet them, with torch.distributed. The staged bytes stay, to be sent again.
+        group: where to meet them, with torch.distributed. whole: no changes, complete shards. The staged bytes stay, to
+        be sent again.
         """
         started = time.monotonic()
         try:
@@ -179,7 +192,9 @@ class PeerSource:
                 self._send_in_group(group, mine, writes, sent)
                 note()
             else:
-                self._send_one_sided(route, mine, writes, sent, note)
+                self._send_one_sided(route, mine, writes, sent, note, whole)
+            if self._changes is not None:
+                self._changes.sent(version, [link for link in links if link.target not in sent.errors])
             sent.seconds = time.monotonic() - started
             return sent
         finally:
@@ -192,19 +207,30 @@ class PeerSource:
         writes: Sequence[Write],
         sent: Sent,
         meanwhile: Callable[[], None],
+        whole: bool,
     ) -> None:
         jobs: list[Job] = []
         targets: list[int] = []
         for target, link in links.items():
+            own = [w for w in writes if w.target == target]
+            patch = None if whole or self._changes is None else self._changes.patch(link, own)
+            if patch is not None:
+                sent.patches[target], local, remote = patch
+                sent.wire_bytes += sum(n for _, n, _ in local) - sum(w.nbytes for w in own)
+                if local:
+                    key = ("changes", target, link.token)
+                    jobs.append(Job(key, link.metadata, local, remote, link.cuda, once=True))
+                    targets.append(target)
+                continue
             if link.mode == "staging":
-                pairs = [(w.packed, w.nbytes, link.base + w.staged) for w in writes if w.target == target]
+                pairs = [(w.packed, w.nbytes, link.base + w.staged) for w in own]
             else:
                 pairs = [run for p in route.pieces if p.target == target for run in _live_runs(p, link)]
             if not pairs:
                 continue
             here, number = self._buffer.data_ptr(), self._device.index or 0
-            local: list[Region] = [(here + at, n, number) for at, n, _ in pairs]
-            remote: list[Region] = [(address, n, link.device) for _, n, address in pairs]
+            local = [(here + at, n, number) for at, n, _ in pairs]
+            remote = [(address, n, link.device) for _, n, address in pairs]
             jobs.append(Job((target, link.token), link.metadata, local, remote, link.cuda))
             targets.append(target)
         if not jobs:
@@ -260,6 +286,11 @@ class PeerSource:
     def describe(self) -> dict[str, Any]:
         """Bytes of the send buffer: the only extra memory of this rank."""
         return {"name": self._name, "packed_bytes": self._buffer.numel()}
+
+
+def _word(route: Route) -> int:
+    """Bytes of the words that are compared: 4 where an engine has elements of 4, else 2."""
+    return 4 if any(dtype == "float32" for dtype in route.dtypes.values()) else 2
 
 
 def _live_runs(piece: Piece, link: Link) -> list[tuple[int, int, int]]:

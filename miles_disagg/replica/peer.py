@@ -20,7 +20,7 @@ from miles_disagg.engine.base import Engine
 from miles_disagg.replica.activation import Activator
 from miles_disagg.replica.inplace import InPlaceUnavailable, Plugin
 from miles_disagg.weights.transfer.blocks import RankLayout
-from miles_disagg.weights.transfer.link import GroupSeat, Link, Sums, parse_layout
+from miles_disagg.weights.transfer.link import GroupSeat, Link, Patch, Sums, parse_layout
 from miles_disagg.weights.transfer.plan import fingerprint
 
 _PROBE_SAMPLES = 512  # elements of each piece of a tensor that are compared with the checkpoint
@@ -29,13 +29,14 @@ _PROBE_SAMPLES = 512  # elements of each piece of a tensor that are compared wit
 @dataclass(frozen=True)
 class PeerOptions:
     """transport: `nixl` or `torch`; staging: `auto`, `always`, `never`; bucket: bytes of a write; spare: bytes that an
-    `auto` staging area leaves free; deadline: seconds for one step of an update."""
+    `auto` staging area leaves free; deadline: seconds for one step of an update; delta: changes may be sent."""
 
     transport: str = "nixl"
     staging: str = "auto"
     bucket: int = 512 << 20
     spare: int = 1 << 30
     deadline: float = 600.0
+    delta: bool = False
 
 
 class PeerReceiver:
@@ -50,6 +51,7 @@ class PeerReceiver:
         self._arrivals: list[list[list[Any]]] = []
         self._tokens: list[str] = []
         self._identity: str | None = None
+        self._mail = 0
         self.describes = ""
 
     async def layout(self) -> list[RankLayout]:
@@ -83,8 +85,9 @@ class PeerReceiver:
             raise EngineError(f"{self._name} was started anew with another layout of its weights: restart the run")
         self._layouts, self._tokens = found, []
 
-    def adopt(self, targets: Sequence[int], arrivals: Sequence[list[list[Any]]]) -> None:
-        """Its ranks' numbers in the plan, and what each receives."""
+    def adopt(self, targets: Sequence[int], arrivals: Sequence[list[list[Any]]], mail: int = 0) -> None:
+        """Its ranks' numbers in the plan, what each receives, and bytes of each one's mailboxes for changes."""
+        self._mail = mail
         self._targets, self._arrivals, self._tokens = tuple(targets), list(arrivals), []
 
     def knows_plan(self) -> bool:
@@ -117,8 +120,9 @@ class PeerReceiver:
             files.append(str(path))
         o = self._options
         answers = await self.plugin.ask(
-            "peer_prepare", pieces=files, transport=o.transport, staging=o.staging, bucket=o.bucket, spare=o.spare
-        )
+            "peer_prepare", pieces=files, transport=o.transport, staging=o.staging, bucket=o.bucket, spare=o.spare,
+            mail=self._mail if o.delta else 0,
+        )  # fmt: skip
         self._tokens = [a["token"] for a in answers]
         modes = {a["mode"] for a in answers}
         total, free = sum(a["bytes"] for a in answers), min(a["free"] for a in answers)
@@ -136,15 +140,15 @@ class PeerReceiver:
         """Bytes will be written into the live weights from now on (within `begin_update`)."""
         await self._activator.receive(_nothing(), "bytes in the live weights")
 
-    async def verify(self, sums: Sequence[Sums], given: bool = False) -> None:
+    async def verify(self, sums: Sequence[Sums], given: bool = False, patches: Sequence[list[Patch]] = ()) -> None:
         """What arrived has the senders' checksums, on each rank; `land` may follow. UpdateFailed if not.
 
-        given: another engine wrote it, into the live weights.
+        given: another engine wrote it, into the live weights. patches: changed words to put into what arrived before.
         """
         self._identity = None
         identity = uuid.uuid4().hex
         try:
-            await self.plugin.ask("peer_verify", id=identity, sums=list(sums), given=given)
+            await self.plugin.ask("peer_verify", id=identity, sums=list(sums), given=given, patches=list(patches))
         except InPlaceUnavailable as error:
             raise UpdateFailed(f"{self._name}: {error}") from error
         self._identity = identity

@@ -86,7 +86,11 @@ class TrainerActor:
             name = f"trainer rank {rank.rank}"
             shards = self._trainer.shards()
             self._source = PeerSource(
-                shards, name=name, transport=publication.p2p_transport, timeout=publication.timeout
+                shards,
+                name=name,
+                transport=publication.p2p_transport,
+                timeout=publication.timeout,
+                delta=publication.encoding is not None,
             )
         elif self._trainer.is_source:
             self._source = _make_source(publication, self._trainer.source_index)
@@ -150,10 +154,10 @@ class TrainerActor:
         return route.packed_bytes
 
     @ray.method(concurrency_group="publish")
-    def peer_send(self, ref: VersionRef, links: Sequence[Any], seat: Any = None) -> Any:
+    def peer_send(self, ref: VersionRef, links: Sequence[Any], seat: Any = None, whole: bool = False) -> Any:
         """Peer to peer: send this rank's part of what was staged to the linked engine ranks."""
         with self._timeline.span("send", ref.version):
-            return self._source.send(str(ref), links, seat)
+            return self._source.send(str(ref), links, seat, whole=whole)
 
     @ray.method(concurrency_group="publish")
     def discard(self) -> None:

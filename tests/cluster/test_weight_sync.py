@@ -68,9 +68,16 @@ def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_con
     assert all(row["train/rollout_logprob_abs_diff"] < 0.5 for row in rows)
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
-def test_changed_elements_broadcast_to_engines_leave_them_equal_to_the_export(local_ray, run_config, layout):
-    flags = ("--update-weight-mode", "delta", "--update-weight-transport", "broadcast")
+@pytest.mark.parametrize(
+    ("transport", "layout"),
+    [
+        ("broadcast", "tp2"),
+        pytest.param("broadcast", "pp2", marks=pytest.mark.slow),
+        pytest.param("p2p", "tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_changed_elements_sent_to_engines_leave_them_equal_to_the_export(local_ray, run_config, transport, layout):
+    flags = ("--update-weight-mode", "delta", "--update-weight-transport", transport)
     ranks = ("--actor-num-gpus-per-node", "2", "--num-rollout-engines", "2", "--num-rollout", "3", "--lr", "1e-5")
     config = run_config(*flags, *ranks, *LAYOUTS[layout])
     asyncio.run(train_and_compare(config))

@@ -96,8 +96,10 @@ REFUSED = [
     ("--rollout-engine sglang --sglang-port 1", "--sglang-port is set by this program: use --gateway-port"),
     ("--rollout-engine sglang --sglang-python /nowhere/python", "/nowhere/python is not an executable file"),
     # weights
-    ("--update-weight-transfer-mode p2p --update-weight-mode delta", "means --update-weight-mode full, not delta"),
-    ("--update-weight-transport p2p --update-weight-mode delta", "--update-weight-mode delta cannot go over"),
+    ("--update-weight-transfer-mode p2p --update-weight-mode delta --update-weight-p2p-staging never",
+     "patches staging areas by one-sided writes"),
+    ("--update-weight-transport p2p --update-weight-mode delta --update-weight-p2p-transport torch",
+     "patches staging areas by one-sided writes"),
     ("--update-weight-transfer-mode p2p --rollout-endpoint http://x --version-store s3://b/w", "hides them"),
     ("--update-weight-p2p-transport torch", "--update-weight-p2p-transport is for peer-to-peer updates"),
     ("--update-weight-p2p-staging never", "--update-weight-p2p-staging is for peer-to-peer updates"),
@@ -206,7 +208,7 @@ def test_nixl_that_is_not_installed_is_named_with_both_ways_out(monkeypatch):
 
 
 def test_all_problems_are_reported_together():
-    p2p = ("--update-weight-transport", "p2p", "--update-weight-mode", "delta")
+    p2p = ("--update-weight-transport", "p2p", "--update-weight-mode", "delta", "--update-weight-p2p-staging", "never")
     found = problems("--lr", "0", "--colocate", *p2p, "--rollout-external")
     assert len(found) >= 3
     assert any("--lr" in p for p in found)

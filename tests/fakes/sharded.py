@@ -16,7 +16,7 @@ from miles_disagg.publish.peer import LocalShard, PeerSource, Route
 from miles_disagg.weights.transfer.blocks import Block, RankLayout
 from miles_disagg.weights.transfer.layouts import ModelSizes, weights
 from miles_disagg.weights.transfer.link import Link, arrivals, parse_layout
-from miles_disagg.weights.transfer.plan import Plan, make_plan
+from miles_disagg.weights.transfer.plan import MAIL_SHARE, Plan, aligned, make_plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,14 +42,14 @@ def place(storage: torch.Tensor, block: Block) -> torch.Tensor:
 class Rank:
     """One trainer rank: fp32 parameters in Megatron's layout, sent as the checkpoint's bf16."""
 
-    def __init__(self, layout: RankLayout, transport: str, timeout: float = 30.0):
+    def __init__(self, layout: RankLayout, transport: str, timeout: float = 30.0, delta: bool = False):
         self.layout = layout
         self.parameters = [torch.zeros(s.elements) for s in layout.storages]
         shards = [
             LocalShard(p, tuple(b for b in layout.blocks if b.storage == i), torch.bfloat16)
             for i, p in enumerate(self.parameters)
         ]
-        self.source = PeerSource(shards, name=layout.name, transport=transport, timeout=timeout)
+        self.source = PeerSource(shards, name=layout.name, transport=transport, timeout=timeout, delta=delta)
 
     def hold(self, tensors: Tensors) -> None:
         """As after an optimizer step."""
@@ -83,6 +83,7 @@ class Pair:
     def __init__(
         self, root: Path, model: ModelSizes, sources: list[RankLayout], targets: list[RankLayout],
         *, transport: str = "nixl", staging: str = "always", bucket: int = 1 << 20,
+        delta: bool = False,
     ):  # fmt: skip
         self.model, self.bucket, self.transport, self.staging = model, bucket, transport, staging
         root.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,8 @@ class Pair:
         self.peers = [Peer(LiveWeights(engine, str(root)), f"peer-{i}") for i, engine in enumerate(self.engines)]
         recorded = [parse_layout(t.name, p.layout()) for t, p in zip(targets, self.peers, strict=True)]
         self.plan: Plan = make_plan(sources, recorded, bucket=bucket)
-        self.ranks = [Rank(layout, transport) for layout in sources]
+        self.delta = delta
+        self.ranks = [Rank(layout, transport, delta=delta) for layout in sources]
         for i, rank in enumerate(self.ranks):
             rank.source.route(Route.of(self.plan, i, bucket))
         self.answers: list[dict[str, Any]] = [{} for _ in self.peers]
@@ -104,8 +106,9 @@ class Pair:
         pieces = self.root / f"pieces-{target}.json"
         pieces.write_text(json.dumps(arrivals(self.plan, target)))
         self.answers[target] = self.peers[target].prepare(
-            str(pieces), self.transport, self.staging, bucket=self.bucket, spare=0
-        )
+            str(pieces), self.transport, self.staging, bucket=self.bucket, spare=0,
+            mail=aligned(self.plan.staged_bytes[target] // MAIL_SHARE) if self.delta else 0,
+        )  # fmt: skip
 
     @property
     def links(self) -> list[Link]:

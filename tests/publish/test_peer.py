@@ -85,6 +85,56 @@ def test_engine_ranks_hold_exactly_what_the_trainer_ranks_staged_over_nixl(make,
     assert moved == [1, 1, 0]
 
 
+def nudged(tensors, seed: int, density: float):
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.where(torch.rand(t.shape, generator=g) < density, -t, t) for n, t in tensors.items()}
+
+
+def test_only_changed_words_are_sent_where_the_engine_has_the_version_before(make):
+    """Each rank gets its own changes; what does not fit, and a rank that missed a version, is sent whole."""
+    pair = make(DENSE, TrainerParallel(tensor=2), EngineParallel(tensor=2), EngineParallel(), bucket=4096, delta=True)
+    tensors = random_tensors(DENSE, 1)
+    wire = []
+    for version, density in enumerate((1.0, 0.01, 0.5, 0.0, 0.01, 0.01)):
+        tensors = nudged(tensors, version, density)
+        pair.stage(tensors)
+        links = pair.links if version != 4 else pair.links[:2]  # engine-1 is away
+        sent = [rank.source.send(f"v{version}", links) for rank in pair.ranks]
+        for target in (link.target for link in links):
+            patches = [s.patches[target] for s in sent if target in s.patches]
+            pair.peers[target].patch(patches)
+            pair.peers[target].verify([row for s in sent for row in s.sums[target]], False)
+            pair.peers[target].land()
+        wrong = pair.wrong(tensors)
+        assert {w.split(" ")[0].rstrip(":") for w in wrong} <= ({"engine-1"} if version == 4 else set())
+        wire.append(sum(s.wire_bytes for s in sent))
+    whole = wire[0]
+    assert wire[1] < whole / 10
+    assert wire[2] == whole
+    assert wire[3] == 0
+    assert 0 < wire[4] < whole / 10
+    assert whole / 3 < wire[5] < whole  # engine-1 whole, engine-0's ranks their changes
+
+
+def test_changes_on_another_version_are_found_by_the_checksums_and_a_whole_send_repairs(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel(), delta=True)
+    tensors = random_tensors(DENSE, 1)
+    pair.stage(tensors)
+    (sent,) = send(pair, "v1")
+    arrive(pair, [sent])
+    pair.peers[0]._staging[64] += 1  # as if another trainer had written there
+    tensors = nudged(tensors, 2, 0.01)
+    pair.stage(tensors)
+    (sent,) = send(pair, "v2")
+    pair.peers[0].patch([sent.patches[0]])
+    with pytest.raises(RuntimeError, match="not what was sent"):
+        pair.peers[0].verify(sent.sums[0], False)
+    (sent,) = [rank.source.send("v2", pair.links, whole=True) for rank in pair.ranks]
+    assert sent.patches == {}
+    arrive(pair, [sent])
+    assert pair.wrong(tensors) == []
+
+
 def test_an_engine_gives_its_weights_to_an_equal_one(make):
     pair = make(DENSE, TrainerParallel(), EngineParallel(), EngineParallel())
     tensors = random_tensors(DENSE, 5)

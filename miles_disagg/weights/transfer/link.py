@@ -10,6 +10,9 @@ from typing import Any, Literal
 from miles_disagg.weights.transfer.blocks import RankLayout, Storage, blocks_of
 from miles_disagg.weights.transfer.plan import Plan
 
+Patch = list[int]
+"""Changed words in a mailbox: [byte offset, count, bytes of a word, of a position, byte offset they count from]."""
+
 Sums = list[list[Any]]
 """Checksums of what was sent: [byte offset in the staging area, bytes, [sums]]."""
 
@@ -30,13 +33,15 @@ class Link:
     slots: Mapping[int, int]
     device: int
     cuda: bool
+    mail: int = 0
+    """Bytes of the mailboxes behind the staging area; 0: changes cannot be sent."""
 
     @classmethod
     def parse(cls, target: int, raw: Mapping[str, Any]) -> Link:
         """From the plugin's answer."""
         return cls(
             target, raw["token"], raw["mode"], base64.b64decode(raw["metadata"]), raw["base"],
-            {int(slot): pointer for slot, pointer in raw["slots"].items()}, raw["device"], raw["cuda"],
+            {int(slot): pointer for slot, pointer in raw["slots"].items()}, raw["device"], raw["cuda"], raw["mail"],
         )  # fmt: skip
 
     def encoded_metadata(self) -> str:

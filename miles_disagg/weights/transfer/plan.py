@@ -18,6 +18,9 @@ from miles_disagg.weights.transfer.blocks import Block, Box, RankLayout, cells, 
 ALIGN = 64
 """Bytes that each piece starts at a multiple of, in a source's send buffer and in an engine rank's staging area."""
 
+MAIL_SHARE = 8
+"""A mailbox for changes has an eighth of the bytes that it patches; more changes than fit are sent whole."""
+
 
 class PlanError(MilesDisaggError):
     """Layouts that do not fit each other; names rank and tensor."""
@@ -54,6 +57,17 @@ class Write:
     packed: int
     staged: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """Room for the changed words of one source in one target: `at` and `room` in bytes of the staging area, which they
+    patch from `begin` on, `span` bytes."""
+
+    at: int
+    room: int
+    begin: int
+    span: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,20 @@ class Plan:
             for at in range(0, size, limit):
                 count = min(limit, size - at)
                 out.append(Write(piece.source, piece.target, piece.packed + at, piece.staged + at, count))
+        return out
+
+    def mailboxes(self) -> dict[tuple[int, int], Mailbox]:
+        """Where each source's changed words for each target go: behind the staging area, a share of its own."""
+        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        for piece in self.pieces:  # a source's pieces stand together in a staging area
+            key = piece.source, piece.target
+            begin, _ = spans.get(key, (piece.staged, 0))
+            spans[key] = begin, piece.staged + aligned(piece.nbytes)
+        out = {}
+        for (source, target), (begin, end) in spans.items():
+            at = self.staged_bytes[target] + begin // MAIL_SHARE // ALIGN * ALIGN
+            room = (end - begin) // MAIL_SHARE // ALIGN * ALIGN
+            out[source, target] = Mailbox(at, room, begin, end - begin)
         return out
 
     def pairs(self) -> dict[tuple[int, int], int]:

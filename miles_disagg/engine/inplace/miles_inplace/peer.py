@@ -53,9 +53,12 @@ class Peer:
         }
         return {"storages": slots, "tensors": tensors}
 
-    def prepare(self, pieces: str, transport: str, staging: str, bucket: int, spare: int) -> dict[str, Any]:
+    def prepare(
+        self, pieces: str, transport: str, staging: str, bucket: int, spare: int, mail: int = 0
+    ) -> dict[str, Any]:
         """Read the pieces (a JSON file: [[staged, nbytes, slot, offset, shape, strides]]), choose where they arrive and
-        register that memory. staging: `auto` takes a staging area if `spare` bytes stay free beside it."""
+        register that memory. staging: `auto` takes a staging area if `spare` bytes stay free beside it. mail: bytes of
+        the mailboxes for changes, behind a staging area."""
         self.close()
         with open(pieces) as file:
             rows = json.load(file)
@@ -67,7 +70,7 @@ class Peer:
         staged = staging == "always" or (staging == "auto" and free >= total + spare)
         cuda = self._live.device.type == "cuda"
         if staged:
-            self._staging = torch.zeros(total, dtype=torch.uint8, device=self._live.device)
+            self._staging = torch.zeros(total + mail, dtype=torch.uint8, device=self._live.device)
         self._bucket = bucket
         used = sorted({a.slot for a in self._arrivals})
         slots = {slot: self._live.slots[slot] for slot in used}
@@ -89,6 +92,7 @@ class Peer:
             "slots": {str(slot): s.pointer for slot, s in slots.items()},
             "device": self._live.device.index or 0,
             "cuda": cuda,
+            "mail": mail if staged else 0,
         }
         return self._prepared
 
@@ -113,6 +117,18 @@ class Peer:
                         arrival.view.copy_(self._bytes(arrival, bounce, at))
         finally:
             pairs.leave()
+
+    def patch(self, patches: list[list[int]]) -> None:
+        """Put changed words from their mailboxes into the staging area, which holds the version before."""
+        if patches and self._staging is None:
+            raise RuntimeError("changes were sent, but there is no staging area")
+        for at, count, word, width, begin in patches:
+            assert self._staging is not None
+            positions = self._staging[at : at + count * width].view(INTEGERS[width]).to(torch.int64)
+            at += -(-count * width // 8) * 8
+            values = self._staging[at : at + count * word].view(INTEGERS[word]).clone()
+            end = begin + (self._staging.numel() - begin) // 8 * 8
+            self._staging[begin:end].view(INTEGERS[word])[positions] = values
 
     def verify(self, sums: list[list[Any]], given: bool) -> None:
         """RuntimeError unless what arrived has the sender's checksums: [staged, nbytes, [sums]] of the staging area;

@@ -184,8 +184,12 @@ class Session:
         self._peered.receive(group, ranks[self._rank], writes[self._rank])
         return {}
 
-    def _do_peer_verify(self, id: str, sums: list[list[list[Any]]], given: bool) -> dict[str, Any]:
+    def _do_peer_verify(
+        self, id: str, sums: list[list[list[Any]]], given: bool, patches: list[list[list[int]]]
+    ) -> dict[str, Any]:
         """What arrived is right: the commit of `id` lands it. given: it was written into the live weights."""
+        if patches:
+            self._peered.patch(patches[self._rank])
         self._peered.verify(sums[self._rank], given)
         with self._lock:
             self._staged = (id, self._peered)

@@ -46,13 +46,15 @@ def nixl_api() -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """One-sided writes to one peer. `key`: of everything but the bytes, so that a prepared job is used again."""
+    """One-sided writes to one peer. `key`: of everything but the bytes, so that a prepared job is used again; `once`:
+    it is not."""
 
     key: tuple[Any, ...]
     metadata: bytes
     local: Sequence[Region]
     remote: Sequence[Region]
     remote_cuda: bool
+    once: bool = False
 
 
 class Nixl:
@@ -112,6 +114,9 @@ class Nixl:
                     del running[i]
                     errors[i] = self._failed(jobs[i], error)
             time.sleep(_POLL_SECONDS)
+        for job in jobs:
+            if job.once:
+                self._forget(job.key)
         return errors
 
     def close(self) -> None:
