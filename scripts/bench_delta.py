@@ -82,8 +82,11 @@ def synthetic(density: float, megabytes: int, seed: int = 0) -> Case:
     return "synthetic", "BF16", old.view(np.uint8), new.view(np.uint8)
 
 
-def record(directory: Path, versions: int) -> tuple[Path, Path]:
-    """(chain, base checkpoint) of a quickstart run in bf16 that publishes deltas to `directory`; made once."""
+def record(directory: Path, versions: int, flags: list[str]) -> tuple[Path, Path]:
+    """(chain, base checkpoint) of a quickstart run in bf16 that publishes deltas to `directory`; made once.
+
+    flags: more flags of `miles-disagg train`.
+    """
     from miles_disagg.prompts.quickstart import make_quickstart
 
     root = Path(__file__).resolve().parent.parent
@@ -93,7 +96,7 @@ def record(directory: Path, versions: int) -> tuple[Path, Path]:
         command += ["--hf-checkpoint", str(base), "--ray-address", "local", "--train-dtype", "bf16"]
         command += ["--num-rollout", str(versions), "--run-id", "recorded", "--run-dir", str(directory / "run")]
         command += ["--update-weight-disk-dir", str(directory / "store")]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        subprocess.run([*command, *flags], check=True, stdout=sys.stderr)
     return chain, base
 
 
@@ -211,9 +214,12 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("build/bench_delta"), help="where --chain is replayed")
     parser.add_argument("--record", type=Path, help="make a recorded run in this directory, or use the one there")
     parser.add_argument("--versions", type=int, default=8, help="how many versions --record publishes")
+    parser.add_argument("--flags", default="", help='more flags of the recorded run, say --flags="--lr 1e-6"')
     arguments = parser.parse_args()
     if arguments.record and not arguments.chain:
-        arguments.chain, arguments.base = record(arguments.record.absolute(), arguments.versions)
+        arguments.chain, arguments.base = record(
+            arguments.record.absolute(), arguments.versions, arguments.flags.split()
+        )
     if bool(arguments.chain) != bool(arguments.base):
         sys.exit("bench_delta: --chain needs --base (the run's base checkpoint), and the other way round")
     results: list[dict[str, float | str]] = []

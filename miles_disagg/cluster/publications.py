@@ -245,8 +245,9 @@ class Publications:
             return
         try:
             await self._task
-        except MilesDisaggError as error:
-            raise PublicationFailed(f"{self._task.get_name()}: {error}") from error
+        except Exception as error:
+            cause = getattr(error, "cause", None) or error  # what an actor raised, without Ray's traceback
+            raise PublicationFailed(f"{self._task.get_name()}: {cause}") from error
 
     async def repair(self, member: Member, ref: VersionRef) -> None:
         """Bring an engine that does not have it to the version published last."""

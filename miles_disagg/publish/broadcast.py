@@ -36,9 +36,12 @@ Bucket = Sequence[tuple[str, torch.Tensor]]
 _GRACE_SECONDS = 5.0  # the store's own deadline passes first, and says how many ranks came
 
 
+_SPARE_BYTES = 1 << 30  # left free on a GPU that holds buckets
+
+
 @dataclass(frozen=True)
 class _Staged:
-    """One bucket in host memory: tensors' bytes one after another, uint8 [n], and what they are."""
+    """One bucket: tensors' bytes one after another, uint8 [n], and what they are."""
 
     flat: torch.Tensor
     metas: Metas
@@ -64,7 +67,8 @@ class BroadcastSource:
     is formed anew, under a new name, when the engines are others, one was restarted, or a send failed.
 
     Holds one copy of this rank's share of the weights in host memory, reused (pinned if they come from CUDA); with
-    `delta` two, and sends what changed between them, except for the first version, which goes whole.
+    `delta` two, and sends what changed between them, except for the first version, which goes whole. Those two stay on
+    the GPU that they come from, and are compared there, as far as they fit beside 1 GiB.
     address: where engines reach this process. backend: `gloo`, or `nccl`, which needs NCCL_CUMEM_ENABLE=0 in this
     process's environment as SGLang sets it in its own (the first transfer fails or hangs without). timeout: seconds for
     the ranks to meet and for each bucket. flattened: one transfer a bucket instead of one a tensor.
@@ -120,7 +124,7 @@ class BroadcastSource:
         on_cuda = any(tensor.is_cuda for _, tensor in bucket)
         index = len(self._staged)
         reusable = index < len(self._spare) and self._spare[index].flat.numel() == size
-        flat = self._spare[index].flat if reusable else torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        flat = self._spare[index].flat if reusable else self._buffer(size, bucket)
         at = 0
         for _, tensor in bucket:
             raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -130,6 +134,15 @@ class BroadcastSource:
             torch.cuda.current_stream().synchronize()
         self._staged.append(_Staged(flat, metas))
         self._export_seconds += time.monotonic() - started
+
+    def _buffer(self, size: int, bucket: Bucket) -> torch.Tensor:
+        """Memory for a bucket of `size` bytes, which stays as long as this object."""
+        devices = {tensor.device for _, tensor in bucket if tensor.is_cuda}
+        if self._delta and len(devices) == 1:
+            free, _ = torch.cuda.mem_get_info(*devices)
+            if free >= size + _SPARE_BYTES:
+                return torch.empty(size, dtype=torch.uint8, device=next(iter(devices)))
+        return torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
 
     async def send(self, version: str, targets: Sequence[BucketTarget], *, whole: bool = False) -> Mapping[str, float]:
         """Send every staged bucket to the targets' ranks, met before or now; `perf/update_weights_*` metrics.
@@ -213,12 +226,12 @@ class BroadcastSource:
         plain = "flattened_bucket" if self._flattened else None
         old = self._published
         if self._delta and not whole and [s.metas for s in old] == [s.metas for s in self._staged] and old:
-            changed = [changed_bucket(a.flat, b.flat, b.metas) for a, b in zip(old, self._staged, strict=True)]
+            changed = [_changed(a, b) for a, b in zip(old, self._staged, strict=True)]
             sent = [_Staged(flat, metas) for flat, metas, count in changed if count] or [_Staged(*changed[0][:2])]
             return sent, f"{INDICES}:{self._published_version}", sum(count for *_, count in changed)
         hasher = new_hasher()
         for staged in self._staged:
-            hasher.update(staged.flat.numpy())
+            hasher.update(staged.flat.cpu().numpy())
         if self._digest[0] != version:
             self._digest = (version, hasher.hexdigest(), int(hasher.hexdigest() != self._digest[1]))
         return self._staged, plain, self._digest[2]
@@ -261,6 +274,18 @@ class BroadcastSource:
         await asyncio.gather(*done, *pending, return_exceptions=True)
         if group is not None:
             await asyncio.to_thread(dist.destroy_process_group, group)
+
+
+def _changed(old: _Staged, new: _Staged) -> tuple[torch.Tensor, Metas, int]:
+    """`changed_bucket` where `new` is; on a GPU beside the training step, not behind it."""
+    device = new.flat.device
+    if device.type == "cpu":
+        return changed_bucket(old.flat.cpu(), new.flat, new.metas)
+    aside = torch.cuda.Stream(device)
+    with torch.cuda.stream(aside):
+        bucket = changed_bucket(old.flat.to(device), new.flat, new.metas)
+    aside.synchronize()
+    return bucket
 
 
 class _Meeting:

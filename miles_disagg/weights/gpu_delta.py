@@ -1,11 +1,13 @@
 """`sparse` and `sparse-max` frames from tensors that live on a device; the same bytes as the CPU codec.
 
-Comparison, compaction, class ranks and differences run in torch where the tensors are; only positions and values of
-changed elements cross to the host, which packs and compresses them. The checksum of the target is not computed here:
-hash a host mirror after applying the frame to it (`codecs.apply_frame` with a hasher), or the exported bytes.
+Comparison, compaction, class ranks and differences run where the tensors are; only positions and differences of changed
+elements cross to the host, which packs and compresses them. The checksum of the target is not computed here: hash a
+host mirror after applying the frame to it (`codecs.apply_frame` with a hasher), or the exported bytes.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +15,11 @@ import torch
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.weights.codecs import sparse_format as sparse
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, EncodeStats, Sink
-from miles_disagg.weights.dtypes import count_non_finite, element_size, unsigned
+from miles_disagg.weights.device_diff import as_integers, changes
+from miles_disagg.weights.dtypes import element_size, non_finite_mask, unsigned
 
-_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SLAB_BLOCKS = 64
+"""Blocks compared at a time: enough work for a GPU, 512 MiB of each tensor."""
 
 
 def encode_on_device(
@@ -23,50 +27,77 @@ def encode_on_device(
 ) -> EncodeStats:
     """Send the frame that turns `old` into `new` (contiguous, same device, same shape) to `sink`.
 
-    by_class: write the `sparse-max` form. dtype: the tensors' safetensors dtype string. Scratch device memory is about
-    20 bytes per element of one block (BLOCK_BYTES), whatever the tensor's size.
+    by_class: write the `sparse-max` form. dtype: the tensors' safetensors dtype string. Scratch device memory is
+    bounded by what changes in 512 MiB, for `by_class` by about 30 bytes per element of one block, whatever the
+    tensor's size.
     """
     if old.shape != new.shape or old.dtype != new.dtype or not (old.is_contiguous() and new.is_contiguous()):
         raise CheckpointError(f"{old.dtype} {tuple(old.shape)} and {new.dtype} {tuple(new.shape)} are no delta pair")
     width = element_size(dtype)
-    a, b = (t.detach().reshape(-1).view(torch.uint8).view(_SIGNED[width]) for t in (old, new))
+    a, b = as_integers(old, width), as_integers(new, width)
     out = sparse.Compressor(sink)
     sparse.write_header(out, dtype, a.numel() * width)
     changed = non_finite = 0
     step = BLOCK_BYTES // width
-    for begin in range(0, a.numel(), step):
-        count, bad = _encode_block(a[begin : begin + step], b[begin : begin + step], dtype, by_class, out)
-        changed, non_finite = changed + count, non_finite + bad
+    for begin in range(0, a.numel(), step * _SLAB_BLOCKS):
+        slab = slice(begin, begin + step * _SLAB_BLOCKS)
+        found = _Found.of(a[slab], b[slab], dtype)
+        changed, non_finite = changed + found.positions.size, non_finite + found.non_finite
+        for at in range(0, a[slab].numel(), step):
+            block = slice(begin + at, min(begin + at + step, a.numel(), slab.stop))
+            _write_block(a[block], b[block], dtype, by_class, found.within(at, at + step), out)
     out.finish()
     return EncodeStats(changed, non_finite)
 
 
-def _encode_block(
-    old: torch.Tensor, new: torch.Tensor, dtype: str, by_class: bool, out: sparse.Compressor
-) -> tuple[int, int]:
-    positions = torch.nonzero(old != new).reshape(-1)
-    n, elements = positions.numel(), old.numel()
+class _Found(NamedTuple):
+    """On the host: positions (int64 [n], ascending), zigzag differences (unsigned [n]), how many are NaN or Inf."""
+
+    positions: np.ndarray
+    values: np.ndarray
+    non_finite: int
+
+    @classmethod
+    def of(cls, old: torch.Tensor, new: torch.Tensor, dtype: str) -> _Found:
+        """Compare on the device; two transfers to the host."""
+        positions, before, after = changes(old, new)
+        moved = after - before
+        values = (moved << 1) ^ (moved >> (8 * moved.element_size() - 1))
+        mask, bad = _signed(non_finite_mask(dtype), dtype), 0
+        if mask:
+            bad = int(((after & mask) == mask).sum())
+        return cls(positions.cpu().numpy().astype(np.int64), values.cpu().numpy().view(unsigned(dtype)), bad)
+
+    def within(self, begin: int, end: int) -> _Found:
+        """The changes of elements [begin, end), counted from begin."""
+        low, high = np.searchsorted(self.positions, (begin, end))
+        return _Found(self.positions[low:high] - begin, self.values[low:high], 0)
+
+
+def _write_block(
+    old: torch.Tensor, new: torch.Tensor, dtype: str, by_class: bool, found: _Found, out: sparse.Compressor
+) -> None:
+    positions, values = found.positions, found.values
+    n, elements = positions.size, old.numel()
     if not n:
         sparse.write_empty(out)
-        return 0, 0
-    after = _to_host(new[positions], dtype)
-    bad = count_non_finite(after, dtype)
+        return
     if 2 * n > elements:
-        sparse.write_dense(out, sparse.byte_planes(_zigzag(_to_host(old, dtype), _to_host(new, dtype))), n)
-        return n, bad
-    before = _to_host(old[positions], dtype)
-    values = _zigzag(before, after)
+        every = np.zeros(elements, values.dtype)
+        every[positions] = values
+        sparse.write_dense(out, sparse.byte_planes(every), n)
+        return
     thresholds = np.zeros(1, np.uint64)
     if by_class:
         sample = torch.cat([old[part] for part in sparse.sample_parts(elements)])
-        thresholds = sparse.thresholds_of(_to_host(sample, dtype), elements, dtype)
+        thresholds = sparse.thresholds_of(sample.cpu().numpy().view(unsigned(dtype)), elements, dtype)
     if thresholds.size == 1:
-        gaps, counts = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1, np.array([n])
+        gaps, counts = np.diff(positions, prepend=-1) - 1, np.array([n])
     else:
-        gaps, order, counts = _class_gaps(old, positions, thresholds)
-        values = values[order.cpu().numpy()]
-    sparse.write_sparse(out, thresholds, counts, gaps.cpu().numpy().astype(np.uint32), values)
-    return n, bad
+        on_device = torch.from_numpy(positions).to(old.device)
+        ranks, order, counts = _class_gaps(old, on_device, thresholds)
+        gaps, values = ranks.cpu().numpy(), values[order.cpu().numpy()]
+    sparse.write_sparse(out, thresholds, counts, gaps.astype(np.uint32), values)
 
 
 def _class_gaps(
@@ -89,11 +120,7 @@ def _class_gaps(
     return torch.cat(gaps), torch.cat(order), counts
 
 
-def _to_host(values: torch.Tensor, dtype: str) -> np.ndarray:
-    return values.cpu().numpy().view(unsigned(dtype))
-
-
-def _zigzag(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Differences with the sign in the lowest bit, as unsigned integers; see `kernels.scan`."""
-    moved = after - before
-    return (moved << 1) ^ -(moved >> (8 * moved.itemsize - 1))
+def _signed(mask: int, dtype: str) -> int:
+    """The integer that a device's signed elements call `mask`."""
+    bits = 8 * element_size(dtype)
+    return mask - (1 << bits) if mask >> (bits - 1) else mask

@@ -72,6 +72,22 @@ def test_hooks_for_mounts_are_called_around_the_files_of_every_version(local_ray
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disk-delta", "disk-full"])
+def test_weights_that_overflow_are_not_published_and_the_last_good_version_keeps_serving(local_ray, run_config, mode):
+    # AdamW multiplies a matrix by 1 - lr * weight decay: one finite step of training makes every one of them infinite.
+    blow_up = ("--lr", "1e37", "--weight-decay", "1000", "--num-rollout", "1")
+    config = run_config(*TRANSPORTS[mode], *blow_up)
+
+    async def look(run, error):
+        assert "non-finite values in 'model." in str(error)
+        assert "publish" in str(error)
+        status = await run.fleet.status()
+        assert [(row["applied"], row["ready"]) for row in status] == [(0, True)]
+
+    asyncio.run(steps(config, look))
+
+
+@pytest.mark.slow
 def test_a_hook_that_fails_ends_the_publication_with_its_words(local_ray, run_config):
     config = run_config(*TRANSPORTS["disk-delta"], "--custom-update-weight-post-write-path", "tests.fakes.hooks.broken")
 

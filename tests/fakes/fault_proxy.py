@@ -12,7 +12,11 @@ from urllib.parse import urlparse
 
 Fault = str
 """`500` `403` (not forwarded), `lose-answer` (forwarded, connection cut), `truncate` `flip` (body), `slow`, `delay`,
-`twice` (forwarded two times), `unconditional` (forwarded without If-Match and If-None-Match)."""
+`twice` (forwarded two times), `unconditional` (forwarded without If-Match and If-None-Match), `overtaken` (forwarded
+only after a later request of its method was answered), `other-part` (second and third part of an object answered with
+each other's bytes, as a confused cache would)."""
+PART = 16 << 20
+"""Bytes of the parts that `S3Store` uploads and downloads."""
 
 
 class FaultProxy:
@@ -22,14 +26,21 @@ class FaultProxy:
         self.backend = urlparse(backend)
         self.faults: Callable[[str, str], Fault | None] = lambda method, path: None
         self.requests: list[tuple[str, str]] = []
+        self.answered: list[int] = []  # numbers of requests, in the order in which they were answered
+        self._turn = threading.Condition()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def _handle(self) -> None:
-                proxy.requests.append((self.command, self.path))
-                proxy.serve(self, proxy.faults(self.command, self.path))
+                with proxy._turn:
+                    number = len(proxy.requests)
+                    proxy.requests.append((self.command, self.path))
+                proxy.serve(self, proxy.faults(self.command, self.path), number)
+                with proxy._turn:
+                    proxy.answered.append(number)
+                    proxy._turn.notify_all()
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _handle
 
@@ -52,8 +63,17 @@ class FaultProxy:
 
         self.faults = choose
 
-    def serve(self, handler: BaseHTTPRequestHandler, fault: Fault | None) -> None:
+    def serve(self, handler: BaseHTTPRequestHandler, fault: Fault | None, number: int) -> None:
         body = handler.rfile.read(int(handler.headers.get("content-length") or 0))
+        asked = handler.headers.get("range") or ""
+        if fault == "overtaken":
+            with self._turn:
+                same = lambda: any(n > number and self.requests[n][0] == handler.command for n in self.answered)  # noqa: E731
+                assert self._turn.wait_for(same, 10), "no later request: nothing can overtake this one"
+        if fault == "other-part" and asked:
+            begin, end = (int(n) for n in asked.removeprefix("bytes=").split("-"))
+            shift = {PART: PART, 2 * PART: -PART}.get(begin, 0)
+            handler.headers.replace_header("range", f"bytes={begin + shift}-{end + shift}")
         if fault in ("500", "403"):
             text = b"<Error><Code>AccessDenied</Code></Error>" if fault == "403" else b"<Error/>"
             handler.send_response(int(fault))
@@ -76,6 +96,8 @@ class FaultProxy:
             data = data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
         handler.send_response(status)
         for name, value in headers:
+            if name.lower() == "content-range" and fault == "other-part":
+                value = f"bytes {asked.removeprefix('bytes=')}/{value.rpartition('/')[2]}"
             if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
                 handler.send_header(name, value)
         handler.end_headers()

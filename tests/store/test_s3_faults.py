@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from miles_disagg.domain.errors import CheckpointError
+from miles_disagg.domain.errors import CheckpointError, ChecksumMismatch
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.store.base import CasConflict, StoreError
 from miles_disagg.store.s3 import S3Store
 from miles_disagg.store.versions import POINTER, VersionStore
-from tests.fakes.fault_proxy import FaultProxy, fault_proxy
+from tests.fakes.fault_proxy import PART, FaultProxy, fault_proxy
 from tests.fakes.publishing import FakeTrainer, on_disk, raw, step, tiny_tensors, write_base
 
 BUCKET = "miles"
@@ -87,6 +88,42 @@ def test_a_server_that_stays_broken_ends_in_an_error_not_in_a_hang(objects: S3St
     for call in (objects.get, objects.size, lambda k: objects.compare_and_swap(k, "token", b"x")):
         with pytest.raises(StoreError):
             call("k")
+
+
+def test_parts_that_overtake_one_another_end_up_where_they_belong(
+    objects: S3Store, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    (tmp_path / "up").write_bytes(data := os.urandom(2 * PART + 1000))
+    patient = S3Store(objects.url, attempts=2, timeout=30.0)
+    proxy.first(2, "overtaken", "PUT")
+    patient.put("k", tmp_path / "up")
+    assert sum("partNumber" in path for _, path in proxy.requests) == 3
+    assert proxy.answered != sorted(proxy.answered)
+    proxy.requests, proxy.answered = [], []
+    proxy.first(2, "overtaken", "GET")
+    patient.download("k", tmp_path / "down")
+    assert [method for method, _ in proxy.requests] == ["HEAD", "GET", "GET", "GET"]
+    assert proxy.answered != sorted(proxy.answered)
+    assert (tmp_path / "down").read_bytes() == data
+
+
+async def test_parts_in_another_order_never_reach_the_checkpoint(
+    objects: S3Store, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    patient = S3Store(objects.url, attempts=2, timeout=30.0)
+    base = {"big": torch.randn(3 * PART // 4)}  # with its header, three whole parts and a bit
+    write_base(tmp_path / "base", base)
+    trainer = FakeTrainer(patient, tmp_path / "base", "run", ranks=1)
+    await trainer.claim()
+    ref = (await trainer.publish({"big": base["big"] + 1}, None)).ref
+    stager = DiskStager(VersionStore(patient), tmp_path / "local", tmp_path / "base", reader="r", workers=1)
+    held = await stager.materialize(VersionRef("run", 0))
+    proxy.faults = lambda method, path: "other-part" if method == "GET" else None
+    with pytest.raises(ChecksumMismatch, match="big"):
+        await stager.materialize(ref)
+    assert on_disk(held.path) == raw(base)
+    proxy.faults = lambda method, path: None
+    assert on_disk((await stager.materialize(ref)).path) == raw({"big": base["big"] + 1})
 
 
 def test_a_slow_loris_is_cut_off(objects: S3Store, proxy: FaultProxy) -> None:
