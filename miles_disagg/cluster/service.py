@@ -27,6 +27,7 @@ from miles_disagg.config.service import ServiceConfig, check_service, parse_serv
 from miles_disagg.domain.errors import ConfigError, MilesDisaggError
 from miles_disagg.gateway.actor import GatewayActor
 from miles_disagg.gateway.app import GatewaySettings
+from miles_disagg.gateway.canary import canary_of
 from miles_disagg.replica.activation import ActivationLimits
 from miles_disagg.replica.listen import Listen, TlsFiles, log_to_stderr, until_signal
 from miles_disagg.rollout.actor import StagingSpec
@@ -82,7 +83,8 @@ class RolloutService:
         name = f"gateway-{number}"
         options = {"namespace": self._namespace, "num_cpus": 0, "scheduling_strategy": here}
         actor: Any = gateway_class.options(**options).remote()  # type: ignore[attr-defined]
-        settings = GatewaySettings(wait=config.version_wait, request=config.request_timeout)
+        canary = canary_of(config.canary_ids, config.canary_interval)
+        settings = GatewaySettings(wait=config.version_wait, request=config.request_timeout, canary=canary)
         start = actor.start.remote(config.gateway_host, port, config.run_id, settings, self._token, self._tls)
         return actor, await call(start, f"{name}: start", 60.0)
 
@@ -151,6 +153,7 @@ class RolloutService:
             start_timeout=config.engine_start_timeout,
             limits=ActivationLimits(drain=config.drain_seconds),
             verify_interval=config.verify_interval,
+            checkpoint=config.base,
             zone=config.relay_zone,
         )
         return spec, StagingSpec(config.store, config.directory / "replicas" / name, config.base)

@@ -84,6 +84,10 @@ class ServiceConfig(Section):
     """Where these nodes are; nodes of one zone fetch from each other, and the zone's first from another zone."""
     verify_interval: Seconds = 60.0
     """Between looks at a replica's live weights."""
+    canary_ids: tuple[int, ...] = ()
+    """Token ids of a prompt that every replica answers, greedily; one that answers unlike the others is refused."""
+    canary_interval: Seconds | None = None
+    """Between asking a replica for it (also asked at each version); unset: 60 s."""
     placement_timeout: Seconds = 900.0
     """For Ray to place a replica; an autoscaler needs minutes to add a node."""
     engine_start_timeout: Seconds = 600.0
@@ -178,6 +182,7 @@ def _wiring(config: ServiceConfig) -> Iterator[str]:
             yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs"
         if config.sglang_python:
             yield "--sglang-python has no effect without --rollout-engine sglang: give both"
+    yield from canary_problems(config.canary_ids, config.canary_interval)
     if config.relay_zone and not config.relay:
         yield "--relay-zone has no effect without --relay: give both"
     if config.run_id is not None:
@@ -185,6 +190,16 @@ def _wiring(config: ServiceConfig) -> Iterator[str]:
             check_run_id(config.run_id)
         except InvalidVersionRef as error:
             yield f"--run-id: {error}"
+
+
+def canary_problems(ids: Sequence[int] | None, interval: float | None) -> Iterator[str]:
+    """What is wrong with --canary-ids and --canary-interval."""
+    if any(token < 0 for token in ids or ()):
+        yield f"--canary-ids {' '.join(map(str, ids or ()))}: must be token ids, none below 0"
+    if interval is not None and not ids:
+        yield "--canary-interval has no effect without --canary-ids: give both"
+    if interval is not None and interval <= 0:
+        yield f"--canary-interval must be above 0, got {interval:g}"
 
 
 def _network(config: ServiceConfig) -> Iterator[str]:

@@ -28,11 +28,15 @@ from miles_disagg.domain.errors import (
     WeightVersionNotReady,
 )
 from miles_disagg.domain.versions import Constraint
+from miles_disagg.gateway import status
+from miles_disagg.gateway.canary import Canary, CanarySettings
+from miles_disagg.gateway.holding import hold, release
 from miles_disagg.gateway.proxy import Attempt, Refused, ReplicaGone
 from miles_disagg.gateway.router import Member, Router, check_replica_id
+from miles_disagg.gateway.status import Counts
 from miles_disagg.replica.app import blocked
-from miles_disagg.replica.exposition import CONTENT_TYPE, Family, Histogram, render
-from miles_disagg.replica.server import HttpServer, error_response, guard, json_response
+from miles_disagg.replica.exposition import CONTENT_TYPE, render
+from miles_disagg.replica.server import AnswerCount, HttpServer, guard, json_response
 from miles_disagg.replica.wire import CONTROL_ROUTES, ROLLOUT_ROUTES, error_body, parse_json, parse_rid
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,8 @@ _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 @dataclass(frozen=True)
 class GatewaySettings:
     """Seconds, counts and bytes. wait: for a compatible replica, then 409; attempts: replicas tried when they fail;
-    request: whole answer; expiry: silence after which a replica leaves rotation."""
+    request: whole answer; expiry: silence after which a replica leaves rotation; canary: a prompt that all must answer
+    alike (None: not asked)."""
 
     wait: float = 10.0
     attempts: int = 4
@@ -51,6 +56,7 @@ class GatewaySettings:
     expiry: float = 5.0
     max_in_flight: int = 20_000
     max_body_bytes: int = 64 * 2**20
+    canary: CanarySettings | None = None
 
 
 class GatewayApp:
@@ -61,8 +67,7 @@ class GatewayApp:
         self.gateway_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self._session: aiohttp.ClientSession | None = None
         self._active = self._waiting = 0
-        self._seconds = Histogram()
-        self._statuses: dict[int, int] = {}
+        self._answers = AnswerCount()
         self._totals = {"retries": 0, "rebinds": 0, "replicas_lost": 0}
         self.app = web.Application(client_max_size=self.settings.max_body_bytes, middlewares=[guard(token)])
         self.app.cleanup_ctx.append(self._lifetime)
@@ -75,6 +80,8 @@ class GatewayApp:
         router_.add_get("/server_info", self._server_info)
         router_.add_get("/metrics", self._metrics)
         router_.add_post("/wake", self._wake)
+        router_.add_post("/hold", self._hold)
+        router_.add_post("/release", self._release)
         router_.add_post("/replicas", self._register)
         router_.add_delete("/replicas/{replica_id}", self._unregister)
         for name in CONTROL_ROUTES:
@@ -90,10 +97,14 @@ class GatewayApp:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        watch = asyncio.create_task(self._expire(), name="expire silent replicas")
+        tasks = [asyncio.create_task(self._expire(), name="expire silent replicas")]
+        if self.settings.canary is not None:
+            canary = Canary(self._router, self.settings.canary)
+            tasks.append(asyncio.create_task(canary.run(self._session), name="ask for the canary prompt"))
         yield
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._session.close()
 
     async def _expire(self) -> None:
@@ -106,30 +117,15 @@ class GatewayApp:
     # --- rollout requests ---------------------------------------------------------------------------
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
-        begun, status = time.monotonic(), 499  # the client left
         self._active += 1
         try:
-            if self._active > self.settings.max_in_flight:
-                raise Overloaded(f"{self._active} requests in flight, limit {self.settings.max_in_flight}")
-            response = await self._route(request)
-            status = response.status
-            return response
-        except ConnectionError:
-            raise  # the client left
-        except web.HTTPException as error:
-            status = error.status
-            raise
-        except Exception as error:
-            response = error_response(error)
-            status = response.status
-            return response
+            return await self._answers.answer(request, self._route)
         finally:
             self._active -= 1
-            self._statuses[status] = self._statuses.get(status, 0) + 1
-            if status == 200:
-                self._seconds.observe(time.monotonic() - begun)
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
+        if self._active > self.settings.max_in_flight:
+            raise Overloaded(f"{self._active} requests in flight, limit {self.settings.max_in_flight}")
         raw = await request.read()
         body = parse_json(raw)
         constraint = Constraint.from_json(body.get("weight_version"))
@@ -245,89 +241,31 @@ class GatewayApp:
 
     # --- status -------------------------------------------------------------------------------------
 
+    @property
+    def _counts(self) -> Counts:
+        return Counts(self.gateway_id, self._active, self._waiting, self._totals, self._answers)
+
     async def _health(self, request: web.Request) -> web.Response:
-        members = self._router.members
-        ready = sum(1 for m in members if m.ready and m.run_id == self._router.run_id)
-        reason = f"{ready} of {len(members)} replicas ready" if members else "no replica is registered"
-        return json_response({"ready": ready > 0, "reason": reason}, 200 if ready else 503)
+        ready, reason = status.health(self._router)
+        return json_response({"ready": ready, "reason": reason}, 200 if ready else 503)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        members, latest = self._router.members, self._router.latest
-        applied = [m.applied for m in members if m.applied is not None and m.run_id == self._router.run_id]
-        return json_response(
-            {
-                "gateway_id": self.gateway_id,
-                "run_id": self._router.run_id,
-                "latest": None if latest is None else str(latest),
-                "applied": min(applied, default=None),
-                "applied_max": max(applied, default=None),
-                "replicas": len(members),
-                "replicas_ready": sum(m.ready for m in members),
-                "active_requests": self._active,
-                "state": "ready" if any(m.ready for m in members) else "no replica",
-            }
-        )
+        return json_response(status.server_info(self._router, self._counts))
 
     async def _fleet(self, request: web.Request) -> web.Response:
-        now, router = time.monotonic(), self._router
-        replicas = [
-            {
-                "replica_id": m.replica_id,
-                "url": m.url,
-                "run_id": m.run_id,
-                "applied": m.applied,
-                "latest": None if m.latest is None else str(m.latest),
-                "state": m.state,
-                "ready": m.ready,
-                "reason": m.reason,
-                "active_requests": m.active,
-                "outstanding": len(m.outstanding),
-                "heard_seconds_ago": round(now - m.heard, 3),
-                "phase_timings": m.phase_timings,
-                "fingerprint": None if m.fingerprint is None else m.fingerprint[2],
-            }
-            for m in sorted(router.members, key=lambda m: m.replica_id)
-        ]
-        latest = router.latest
-        return json_response(
-            {
-                "gateway_id": self.gateway_id,
-                "run_id": router.run_id,
-                "latest": None if latest is None else str(latest),
-                "active_requests": self._active,
-                "waiting_for_a_version": self._waiting,
-                "sessions": router.sessions,
-                "totals": self._totals,
-                "replicas": replicas,
-            }
-        )
+        return json_response(status.fleet(self._router, self._counts))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        members = self._router.members
-        none: dict[str, str] = {}
-        families = [
-            Family("miles_gateway_replicas", "gauge", "replicas registered", ((none, float(len(members))),)),
-            Family(
-                "miles_gateway_replicas_ready",
-                "gauge",
-                "of them ready",
-                ((none, float(sum(m.ready for m in members))),),
-            ),
-            Family("miles_gateway_active_requests", "gauge", "requests in flight", ((none, float(self._active)),)),
-            Family("miles_gateway_waiting", "gauge", "waiting for a version", ((none, float(self._waiting)),)),
-            Family("miles_gateway_request_seconds", "histogram", "answered requests", ((none, self._seconds),)),
-            Family(
-                "miles_gateway_answers_total",
-                "counter",
-                "rollout answers by HTTP status (499: the client left)",
-                tuple(({"status": str(s)}, float(n)) for s, n in sorted(self._statuses.items())),
-            ),
-        ]
-        families += [
-            Family(f"miles_gateway_{name}_total", "counter", f"{name} so far", ((none, float(n)),))
-            for name, n in self._totals.items()
-        ]
+        families = status.metrics(self._router, self._counts)
         return web.Response(body=render(families).encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        assert self._session is not None
+        return await hold(request, self._router, self._session)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        assert self._session is not None
+        return await release(request, self._router, self._session)
 
 
 async def page(request: web.Request) -> web.Response:

@@ -9,9 +9,11 @@ import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from miles_disagg.config.service import canary_problems
 from miles_disagg.domain.errors import ConfigError, InvalidVersionRef
 from miles_disagg.domain.versions import check_run_id
 from miles_disagg.gateway.app import GatewaySettings, serve
+from miles_disagg.gateway.canary import canary_of
 from miles_disagg.replica.listen import (
     Listen,
     add_arguments,
@@ -34,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--request-timeout", type=float, default=_DEFAULT.request, help="seconds for a whole answer")
     p.add_argument("--max-in-flight", type=int, default=_DEFAULT.max_in_flight, help="requests; 429 above")
     p.add_argument("--max-body-bytes", type=int, default=_DEFAULT.max_body_bytes, help="of one request; 413 above")
+    p.add_argument("--canary-ids", type=int, nargs="+", help="token ids of a prompt that replicas must answer alike")
+    p.add_argument("--canary-interval", type=float, help="seconds between asking a replica for it (default: 60)")
     return p
 
 
@@ -49,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         expiry=args.expiry,
         max_in_flight=args.max_in_flight,
         max_body_bytes=args.max_body_bytes,
+        canary=canary_of(args.canary_ids, args.canary_interval),
     )
     return asyncio.run(_serve(listen_from(args), settings, args.run_id))
 
@@ -58,6 +63,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     for name in ("wait", "expiry", "request_timeout", "max_in_flight", "max_body_bytes"):
         if getattr(args, name) <= 0:
             yield f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}"
+    yield from canary_problems(args.canary_ids, args.canary_interval)
     if args.run_id is not None:
         try:
             check_run_id(args.run_id)

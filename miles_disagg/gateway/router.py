@@ -24,6 +24,7 @@ from miles_disagg.domain.errors import (
     WeightVersionNotReady,
 )
 from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id, version_directory
+from miles_disagg.gateway.observed import Observed
 from miles_disagg.gateway.relays import RelayPoint, RelayTree
 
 _REPLICA_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
@@ -61,6 +62,13 @@ class Member:
     others: int = 0  # requests there that are not ours, at the last heartbeat
     fingerprint: tuple[str, str, str] | None = None  # version, digest as published, digest as served
     says_ready: bool = False
+    held: str | None = None
+    canary: tuple[str, int, str] | None = None  # run, version and reason for which its canary answer was refused
+
+    @property
+    def serves(self) -> VersionRef | None:
+        """What it serves, as it last said."""
+        return None if self.run_id is None or self.applied is None else VersionRef(self.run_id, self.applied)
 
     @property
     def taken(self) -> int:
@@ -102,6 +110,7 @@ class Router:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()
         self._relays = RelayTree()
+        self.observed = Observed()
 
     # --- membership ---------------------------------------------------------------------------------
 
@@ -131,7 +140,7 @@ class Router:
         if member is None:
             member = self._members[replica_id] = Member(replica_id, url)
             self._list.append(member)
-        before = (member.run_id, member.applied, member.ready, member.latest)
+        before, served = (member.run_id, member.applied, member.ready, member.latest), member.serves
         member.run_id, member.applied, member.latest = run_id, applied, latest
         member.state, member.says_ready = message.get("state", "booting"), message.get("ready", False)
         member.reason = message.get("reason", "")
@@ -145,6 +154,10 @@ class Router:
         self._relays.put(replica_id, _relay_point(message, replica_id, url))
         member.active = _version(message, "active_requests") or 0
         member.max_in_flight = limit
+        self.observed.heard(latest, self._clock())
+        if member.serves is not None:
+            self.observed.activated(served, member.serves, message.get("phase_timings", {}), self._clock())
+        member.held = _text(message, "held")
         member.phase_timings = message.get("phase_timings", {})
         member.others = max(0, member.active - len(member.outstanding))
         member.heard = self._clock()
@@ -164,6 +177,8 @@ class Router:
         Which digest is the published one is what most replicas found in the store.
         """
         member.ready, found = member.says_ready, member.fingerprint
+        if member.canary is not None and member.canary[:2] == (member.run_id, member.applied):
+            member.ready, member.reason = False, member.canary[2]
         if found is None:
             return
         version, _, live = found
@@ -172,6 +187,13 @@ class Router:
         if live != published and version == f"{member.run_id}/{version_directory(member.applied or 0)}":
             member.ready = False
             member.reason = f"fingerprint {live[:12]} of its live weights is not the published {published[:12]}"
+
+    def set_canary(self, member: Member, refused: tuple[str, int, str] | None) -> None:
+        """A member's answer to the canary prompt was refused (run, version, reason), or not (None)."""
+        if member.canary != refused:
+            member.canary = refused
+            self._judge(member)
+            self._notify()
 
     def relays_above(self, member: Member) -> tuple[str, ...] | None:
         """Whom a member should fetch version files from, the nearest first; None if it does not relay."""
@@ -366,6 +388,13 @@ def _version(message: Mapping[str, Any], name: str) -> int | None:
         value = int(value)
     if value is not None and (type(value) is not int or value < 0):
         raise InvalidRequest(f"{name}: must be a non-negative integer or null")
+    return value
+
+
+def _text(message: Mapping[str, Any], name: str) -> str | None:
+    value = message.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{name}: must be a string or null")
     return value
 
 

@@ -23,12 +23,13 @@ from miles_disagg.replica.registration import Registration
 from miles_disagg.replica.relay import PeerFailed
 from miles_disagg.replica.relay_links import RelayedStore
 from miles_disagg.replica.replica import Replica
-from miles_disagg.replica.server import HttpServer, error_response, guard, json_response, plain_error
+from miles_disagg.replica.server import AnswerCount, HttpServer, guard, json_response, plain_error
 from miles_disagg.replica.wire import (
     CONTROL_ROUTES,
     ROLLOUT_ROUTES,
     RolloutRequest,
     error_body,
+    parse_hold,
     parse_json,
     parse_requests,
 )
@@ -50,8 +51,7 @@ class ReplicaApp:
         relay: RelayedStore | None = None,
     ):
         self._replica, self._reconciler, self._relay = replica, reconciler, relay
-        self._seconds = Histogram()
-        self._statuses: dict[int, int] = {}
+        self._answers = AnswerCount()
         self.app = web.Application(client_max_size=max_body_bytes, middlewares=[guard(token)])
         for route in ROLLOUT_ROUTES:
             self.app.router.add_post(route, self._rollout)
@@ -59,6 +59,8 @@ class ReplicaApp:
         self.app.router.add_get("/server_info", self._server_info)
         self.app.router.add_get("/get_server_info", self._server_info)
         self.app.router.add_post("/wake", self._wake)
+        self.app.router.add_post("/hold", self._hold)
+        self.app.router.add_post("/release", self._release)
         self.app.router.add_get("/metrics", self._metrics)
         self.app.router.add_get("/relay/{key:.+}", self._pass_on)
         for name in CONTROL_ROUTES:
@@ -67,24 +69,7 @@ class ReplicaApp:
     # --- rollout requests ---------------------------------------------------------------------------
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
-        begun, status = time.monotonic(), 499  # the client left
-        try:
-            response = await self._serve(request)
-            status = response.status
-            return response
-        except ConnectionError:
-            raise  # the client left
-        except web.HTTPException as error:
-            status = error.status
-            raise
-        except Exception as error:
-            response = error_response(error)
-            status = response.status
-            return response
-        finally:
-            self._statuses[status] = self._statuses.get(status, 0) + 1
-            if status == 200:
-                self._seconds.observe(time.monotonic() - begun)
+        return await self._answers.answer(request, self._serve)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = parse_json(await request.read())
@@ -137,8 +122,6 @@ class ReplicaApp:
     async def _server_info(self, request: web.Request) -> web.Response:
         info: dict[str, Any] = self._replica.status()
         if self._reconciler is not None:
-            held = self._reconciler.held
-            info["held"] = None if held is None else str(held)
             info["last_error"] = self._reconciler.last_error
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(5.0):
@@ -149,6 +132,19 @@ class ReplicaApp:
         if self._reconciler is not None:
             self._reconciler.wake()
         return json_response({"ok": True})
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        """Stay at a version for a while: `{"version", "seconds"}`, both optional."""
+        if self._reconciler is None:
+            raise InvalidRequest("hold: this replica does not follow a store")
+        version, seconds = parse_hold(parse_json(await request.read()))
+        ref = self._reconciler.hold(version, seconds)
+        return json_response({"replica_id": self._replica.replica_id, "held": str(ref), "seconds": seconds})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        if self._reconciler is not None:
+            self._reconciler.release()
+        return json_response({"replica_id": self._replica.replica_id, "held": None})
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """A version file for another host. Breaking off is how the other side learns that it is not whole."""
@@ -199,10 +195,12 @@ class ReplicaApp:
             Family(f"miles_replica_{name}_total", "counter", f"{name} so far", ((labels, float(n)),))
             for name, n in totals.items()
         ]
-        answers = tuple(({**labels, "status": str(s)}, float(n)) for s, n in sorted(self._statuses.items()))
+        answers = tuple(({**labels, "status": str(s)}, float(n)) for s, n in sorted(self._answers.statuses.items()))
         families += [
             Family("miles_replica_answers_total", "counter", "rollout answers by HTTP status", answers),
-            Family("miles_replica_request_seconds", "histogram", "answered requests", ((labels, self._seconds),)),
+            Family(
+                "miles_replica_request_seconds", "histogram", "answered requests", ((labels, self._answers.seconds),)
+            ),
             Family("miles_replica_activation_pause_seconds", "histogram", "recent pauses", ((labels, pauses),)),
         ]
         return web.Response(body=render(families).encode(), headers={"Content-Type": CONTENT_TYPE})

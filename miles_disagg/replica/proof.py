@@ -2,8 +2,8 @@
 
 `ProvenStager` notes the published checksums of what was materialized; `Prover` asks the engine for the digests of the
 tensors it computes with, after every activation and from time to time. A replica whose weights are not what was
-published is fenced and loads them again. Needs an engine that answers `/weights_digest` (the embedded one) and serves
-the checkpoint's own dtype; elsewhere there is no fingerprint, and it says so.
+published is fenced and loads them again. Needs an engine that answers `/weights_digest` (the embedded one) or has our
+plugin loaded (SGLang), and serves the checkpoint's own dtype; elsewhere there is no fingerprint, and it says so.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_disagg.domain.errors import EngineError
+from miles_disagg.domain.errors import EngineError, MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.replica.base import Materialized, Stager
 from miles_disagg.replica.replica import Replica
@@ -27,6 +27,10 @@ from miles_disagg.weights.safetensors_file import read_header
 
 log = logging.getLogger(__name__)
 _KEPT = 2
+
+
+class CannotLook(MilesDisaggError):
+    """Nothing can be said about this engine's live weights; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,16 @@ class ProvenStager:
 class Prover:
     """Looks at the live weights every `interval` seconds and after every activation."""
 
-    def __init__(self, replica: Replica, stager: ProvenStager, interval: float):
-        self._replica, self._stager, self._interval = replica, stager, interval
+    def __init__(
+        self,
+        replica: Replica,
+        stager: ProvenStager,
+        interval: float,
+        export: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
+    ):
+        """export: digests of the live tensors of an engine that has no route for them; CannotLook."""
+        self._replica, self._stager, self._interval, self._export = replica, stager, interval, export
+        self._exporting = False
         self.supported = True
         self.refuted = 0
 
@@ -109,10 +121,11 @@ class Prover:
             seen = self._state()
             try:
                 await self.check()
+            except CannotLook as error:
+                self.supported = False
+                log.warning("%s: no fingerprint: %s", self._replica.replica_id, error)
             except EngineError as error:  # a dead engine is the reconciler's business
-                if error.status in (403, 404, 405):
-                    self.supported = False
-                log.info("%s: no fingerprint: %s", self._replica.replica_id, error)
+                log.info("%s: no fingerprint yet: %s", self._replica.replica_id, error)
             await self._until_changed(seen)
 
     async def check(self) -> Fingerprint | None:
@@ -122,14 +135,11 @@ class Prover:
         if ref is None or published is None or replica.activator.busy:
             return None
         before = self._state()
-        live = await replica.engine.weights_digest()
-        if not await self._comparable(live, published):
-            self.supported = False
-            return None
+        live = await self._live(published)
         if replica.activator.busy or self._state() != before:
             return None
-        wrong = tuple(sorted(name for name, value in live.items() if published.digests[name] != value))
-        expected = {name: published.digests[name] for name in live}
+        wrong = tuple(sorted(name for name, value in live.items() if published.digests.get(name) != value))
+        expected = {name: published.digests.get(name, "") for name in live}
         found = Fingerprint(ref, _digest(expected), _digest(live), time.time(), wrong)
         replica.fingerprint = found
         if wrong:
@@ -139,14 +149,28 @@ class Prover:
             replica.activator.fence(what)
         return found
 
-    async def _comparable(self, live: Mapping[str, str], published: Published) -> bool:
-        """False if this engine holds other tensors, or the same in another dtype: then its bytes prove nothing."""
+    async def _live(self, published: Published) -> Mapping[str, str]:
+        """Digests of the engine's own tensors by name."""
+        if not self._exporting:
+            try:
+                live = await self._replica.engine.weights_digest()
+            except EngineError as error:
+                if error.status not in (403, 404, 405):
+                    raise
+                self._exporting = True
+            else:
+                await self._check_comparable(live, published)
+                return live
+        if self._export is None:
+            raise CannotLook("the engine has no route for the digests of its weights")
+        return await self._export()
+
+    async def _check_comparable(self, live: Mapping[str, str], published: Published) -> None:
+        """CannotLook if this engine holds other tensors, or the same in another dtype: then its bytes prove nothing."""
         dtype = (await self._replica.engine.server_info()).get("dtype")
         same = {OF_TORCH.get(f"torch.{dtype}")} == set(published.dtypes) and bool(live)
         if not same or not live.keys() <= published.digests.keys():
-            log.warning("%s: the engine serves another dtype or layout: no fingerprint", self._replica.replica_id)
-            return False
-        return True
+            raise CannotLook("the engine serves another dtype or layout")
 
     def _state(self) -> tuple[object, VersionRef | None]:
         """Changes with every activation."""

@@ -15,7 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from miles_disagg.domain.errors import DeadlineExceeded, EngineError, EngineUnavailable, InvalidRequest
+from miles_disagg.domain.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    WeightVersionGone,
+)
 from miles_disagg.domain.versions import VersionRef, parse_engine_version
 from miles_disagg.replica.base import ActivationSink, LatestSource, Materialized, Stager
 from miles_disagg.replica.gate import Phase
@@ -61,7 +67,7 @@ class Reconciler:
         self._replica, self._source, self._stager, self._sink = replica, source, stager, sink
         self._settings = settings or ReconcilerSettings()
         self._wake = asyncio.Event()
-        self._held: VersionRef | None = None
+        self._held_until = 0.0
         self._newer: asyncio.Task[VersionRef | None] | None = None
         self._unacknowledged: tuple[VersionRef, float] | None = None
         self._failures: dict[VersionRef, int] = {}  # activations of a version that failed
@@ -77,27 +83,33 @@ class Reconciler:
         """Something may be newer: look now."""
         self._wake.set()
 
-    def hold(self, ref: VersionRef | None = None) -> VersionRef:
-        """Stay at `ref` (default: what is served now) for an evaluation, until `release`."""
-        served = self._replica.gate.served
-        ref = ref or served
-        if ref is None:
-            raise InvalidRequest("hold: nothing is served yet, name a version")
-        if served is not None and ref.run_id == served.run_id and ref < served:
-            raise InvalidRequest(f"hold: {ref} is older than {served}, a replica never goes back")
-        self._held = ref
+    def hold(self, version: int | None, seconds: float) -> VersionRef:
+        """Stay at `version` of the run served (None: at what is served now) for an evaluation, until `release` or for
+        `seconds`. WeightVersionGone for one that was left behind, or is being left right now."""
+        gate = self._replica.gate
+        if gate.served is None or self._stager is None:
+            raise InvalidRequest("hold: nothing is served yet, or versions come by broadcast")
+        ref = gate.served if version is None else VersionRef(gate.served.run_id, version)
+        if ref < gate.served or (self._replica.activator.busy and ref == gate.served):
+            raise WeightVersionGone(ref.version, gate.served.version + (ref == gate.served))
+        self._replica.held, self._held_until = ref, time.monotonic() + seconds
+        log.info("%s is held at %s for %g s", self._replica.replica_id, ref, seconds)
         self.wake()
         return ref
 
-    def release(self) -> None:
+    def release(self, why: str = "released") -> None:
         """Follow the newest version again."""
-        self._held = None
+        if self._replica.held is not None:
+            log.info("%s is no longer held at %s: %s", self._replica.replica_id, self._replica.held, why)
+        self._replica.held = None
         self.wake()
 
     @property
     def held(self) -> VersionRef | None:
         """The version this replica is held at, if it is."""
-        return self._held
+        if self._replica.held is not None and time.monotonic() >= self._held_until:
+            self.release("the time is up")
+        return self._replica.held
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -134,7 +146,9 @@ class Reconciler:
         gate = self._replica.gate
         if latest is not None and (gate.latest is None or gate.latest.run_id != latest.run_id or gate.latest < latest):
             gate.latest = latest
-        target = self._held or latest
+        if self.held is not None and latest is not None and self.held.run_id != latest.run_id:
+            self.release(f"the store moved to {latest}")
+        target = self.held or latest
         fallback = self._last_served
         if target is None or fallback is None or self._replica.applied is not None:
             return target
@@ -146,6 +160,8 @@ class Reconciler:
         with self._doing("materializing" if applied else "catching_up" if target.version else "materializing_base"):
             async with _deadline(f"{target} to be materialized", self._settings.materialize):
                 materialized = await self._materialize(target, stager)
+        if self.held is not None and self.held != target:  # held meanwhile
+            return
         try:
             with self._doing("activating"):
                 report = await replica.activate(materialized)

@@ -75,7 +75,7 @@ class Registration:
         """One heartbeat."""
         status = self._replica.status()
         names = ("replica_id", "run_id", "applied", "latest", "state", "ready", "reason", "active_requests")
-        names += ("phase_timings", "max_in_flight", "fingerprint")
+        names += ("phase_timings", "max_in_flight", "fingerprint", "held")
         relay = None if self._relay is None else self._place
         return {"url": self._url, "relay": relay, **{name: status[name] for name in names}}
 
@@ -86,7 +86,7 @@ class Registration:
 
     def _visible(self) -> tuple[Any, ...]:
         replica = self._replica
-        return replica.applied, replica.state, replica.gate.latest, replica.fingerprint
+        return replica.applied, replica.state, replica.gate.latest, replica.fingerprint, replica.held
 
     async def _beat(self, session: aiohttp.ClientSession, gateway: str) -> None:
         heard = True

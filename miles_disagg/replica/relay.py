@@ -40,7 +40,7 @@ class RelaySettings:
 
     stall: float = 10.0
     slowest: float = 256 * 1024
-    settle: float = 3.0
+    settle: float = 5.0
     keep: float = 900.0
     block: int = 1 << 20
 

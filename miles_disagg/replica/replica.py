@@ -39,6 +39,7 @@ class Replica:
         self.activator = Activator(engine, self.gate, loader=loader, limits=settings.activation)
         self.activity: str | None = None  # what the reconciler is doing, if anything
         self.timings: dict[str, float] = {}  # seconds of the last activation, by phase
+        self.held: VersionRef | None = None  # for an evaluation, by the reconciler
         self.fingerprint: Any = None  # what `proof` last saw of the live weights, if anything
         self.started = time.time()
 
@@ -109,6 +110,7 @@ class Replica:
             "state": self.state,
             "ready": self.ready,
             "reason": gate.reason,
+            "held": None if self.held is None else str(self.held),
             "phase_timings": self.timings,
             "fingerprint": None if self.fingerprint is None else self.fingerprint.to_json(),
             "active_requests": gate.active,

@@ -9,12 +9,14 @@ import hmac
 import json
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from miles_disagg.domain.errors import InvalidRequest, MilesDisaggError
+from miles_disagg.replica.exposition import Histogram
 from miles_disagg.replica.wire import error_body, error_status, retry_after
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,35 @@ def error_response(error: Exception) -> web.Response:
 def plain_error(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """An error that has no exception class: Unauthorized, RouteBlocked, NotFound."""
     return json_response({"error": {"type": kind, "message": message}}, status, headers)
+
+
+class AnswerCount:
+    """Answers of the rollout routes: by HTTP status (499: the client left), and the seconds of those that were 200."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[int, int] = {}
+        self.seconds = Histogram()
+
+    async def answer(self, request: web.Request, serve: Handler) -> web.StreamResponse:
+        """What `serve` answers, an error as JSON; counted."""
+        begun, status = time.monotonic(), 499
+        try:
+            response = await serve(request)
+            status = response.status
+            return response
+        except ConnectionError:
+            raise  # the client left
+        except web.HTTPException as error:
+            status = error.status
+            raise
+        except Exception as error:
+            response = error_response(error)
+            status = response.status
+            return response
+        finally:
+            self.statuses[status] = self.statuses.get(status, 0) + 1
+            if status == 200:
+                self.seconds.observe(time.monotonic() - begun)
 
 
 def guard(token: str | None) -> Any:

@@ -40,6 +40,7 @@ CONTROL_ROUTES = (
     "load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter", "open_session", "close_session",
     "start_profile", "stop_profile", "set_internal_state", "configure_logging", "freeze_gc", "shutdown",
 )  # fmt: skip
+HOLD_SECONDS, MAX_HOLD_SECONDS = 600.0, 86_400.0
 RID = re.compile(r"[\x21-\x7e]{1,200}")
 # Fields of a batched /generate request that hold one entry per prompt.
 _PER_PROMPT = (
@@ -80,6 +81,16 @@ def parse_rid(value: Any, name: str = "rid") -> str:
     if not isinstance(value, str) or not RID.fullmatch(value):
         raise InvalidRequest(f"{name}: must be a string of 1 to 200 printable ASCII characters without spaces")
     return value
+
+
+def parse_hold(body: Mapping[str, Any]) -> tuple[int | None, float]:
+    """Version and seconds of a `/hold`, or InvalidRequest."""
+    version, seconds = body.get("version"), body.get("seconds", HOLD_SECONDS)
+    if version is not None and (type(version) is not int or not 0 <= version < 10**18):
+        raise InvalidRequest("version: must be a non-negative integer or null")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_HOLD_SECONDS:
+        raise InvalidRequest(f"seconds: must be a number above 0, at most {MAX_HOLD_SECONDS:g}")
+    return version, float(seconds)
 
 
 def parse_requests(path: str, body: dict[str, Any]) -> tuple[list[RolloutRequest], bool]:

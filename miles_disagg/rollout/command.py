@@ -105,6 +105,7 @@ async def _serve(args: argparse.Namespace) -> int:
         max_in_flight=args.max_in_flight,
         limits=ActivationLimits(drain=args.drain_seconds),
         verify_interval=args.verify_interval,
+        checkpoint=base,
         zone=args.relay_zone,
     )
     directory = Path(args.local_checkpoint_dir).expanduser()

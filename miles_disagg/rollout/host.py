@@ -24,7 +24,7 @@ from miles_disagg.domain.errors import (
 )
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
-from miles_disagg.engine.base import PauseMode
+from miles_disagg.engine.base import Engine, PauseMode
 from miles_disagg.engine.discovery import Discovered, Wanted, differences, discover
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.observe.events import Timeline
@@ -34,7 +34,7 @@ from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
 from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable, Plugin
 from miles_disagg.replica.listen import Listen
 from miles_disagg.replica.peer import PeerOptions, PeerReceiver
-from miles_disagg.replica.proof import ProvenStager, Prover
+from miles_disagg.replica.proof import CannotLook, ProvenStager, Prover
 from miles_disagg.replica.reconciler import Reconciler
 from miles_disagg.replica.relay_links import RelayedStore
 from miles_disagg.replica.replica import Replica, ReplicaSettings
@@ -171,7 +171,7 @@ class EngineHost:
             await self.stop()
             raise
         if self._stager is not None and spec.verify_interval is not None:
-            prover = Prover(self.replica, self._stager, spec.verify_interval)
+            prover = Prover(self.replica, self._stager, spec.verify_interval, self._exported)
             self._proving = asyncio.create_task(prover.run(), name=f"prove {spec.replica_id}")
         if spec.command is not None:
             self._watch = asyncio.create_task(self._watch_process(), name=f"watch {spec.replica_id}")
@@ -338,17 +338,35 @@ class EngineHost:
             return await replica.engine.weights_digest()
         if self.peer is not None:
             return await self.peer.digests()
+        return await self._exported()
+
+    async def _exported(self) -> dict[str, str]:
+        """Digests of the live weights that the plugin in the engine copies out; CannotLook if it is not there."""
+        replica, spec = self._running(), self.spec
+        if spec.checkpoint is None:
+            raise CannotLook("the run's base checkpoint is not known here")
         async with replica.activator.undisturbed():
             if self._loader is not None:
                 return await self._loader.plugin.digests(spec.checkpoint)
             if self._plugin is None:
-                self._plugin = Plugin(replica.engine)
-                await replica.engine.pause("in_place")  # else it waits for every running request
-                try:
-                    await self._plugin.open(spec.checkpoint)
-                finally:
-                    await replica.engine.resume()
-            return await self._plugin.digests(spec.checkpoint)
+                self._plugin = await self._opened(replica.engine, spec.checkpoint)
+            try:
+                return await self._plugin.digests(spec.checkpoint)
+            except InPlaceUnavailable:  # the engine was started anew: another session next time
+                self._plugin.close()
+                self._plugin = None
+                raise
+
+    async def _opened(self, engine: Engine, checkpoint: Path) -> Plugin:
+        plugin = Plugin(engine)
+        await engine.pause("in_place")  # else it waits for every running request
+        try:
+            await plugin.open(checkpoint)
+        except InPlaceUnavailable as error:
+            raise CannotLook(str(error)) from error
+        finally:
+            await engine.resume()
+        return plugin
 
     def _running(self) -> Replica:
         if self.replica is None:

@@ -35,6 +35,7 @@ class FakeEngine:
         self.version = version
         self.script = script
         self.token_delay = token_delay
+        self.logprob_shift = 0.0  # subtracted from every logprob: other weights
         self.context_length = 4096
         self.weights: dict[str, str] = {}  # what weights_digest answers
         self.paths: list[str] = []  # checkpoints loaded, in order
@@ -123,7 +124,8 @@ class FakeEngine:
             "num_retractions": request.retractions,
         }
         if body.get("return_logprob"):
-            meta["output_token_logprobs"] = [[-0.5 - i / 1000, t, None] for i, t in enumerate(request.output)]
+            first = -0.5 - self.logprob_shift
+            meta["output_token_logprobs"] = [[first - i / 1000, t, None] for i, t in enumerate(request.output)]
         if done:
             meta["e2e_latency"] = seconds
         new = len(request.output) - 1 if self.incremental else 0  # a chunk every token

@@ -103,7 +103,7 @@ def test_heartbeats_are_answered_as_specified(case: schemathesis.Case, gateway_u
     case.call_and_validate(base_url=gateway_urls[1])
 
 
-@schema.include(path_regex="^/(generate|v1|wake)").parametrize()
+@schema.include(path_regex="^/(generate|v1|wake|hold|release)").parametrize()
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_requests_are_answered_as_specified(case: schemathesis.Case, gateway_urls: list[str]) -> None:
     excluded = [schemathesis.checks.CHECKS.get_one("positive_data_acceptance")]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from miles_disagg.domain.errors import InvalidRequest, WeightVersionNotReady
+from miles_disagg.domain.errors import InvalidRequest, WeightVersionGone, WeightVersionNotReady
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.replica.reconciler import Reconciler, ReconcilerSettings
 from miles_disagg.replica.replica import Replica
@@ -119,17 +119,52 @@ async def test_a_held_replica_stays_and_then_catches_up(
 ) -> None:
     store.publish(ref(1))
     await until(lambda: replica.applied == ref(1))
-    reconciler.hold()
+    assert reconciler.hold(None, 60.0) == ref(1)
     store.publish(ref(5))
     await asyncio.sleep(0.15)
     assert replica.applied == ref(1)
     with pytest.raises(WeightVersionNotReady) as caught:
         await replica.sessions.result(request("a", weight_version=at_least(5)))
     assert (caught.value.served, caught.value.latest) == (1, 5)
-    with pytest.raises(InvalidRequest):
-        reconciler.hold(ref(0))
+    with pytest.raises(WeightVersionGone):
+        reconciler.hold(0, 60.0)
     reconciler.release()
     await until(lambda: replica.applied == ref(5))
+
+
+async def test_a_hold_ends_by_itself_and_with_its_run(
+    replica: Replica, store: FakeStore, reconciler: Reconciler
+) -> None:
+    with pytest.raises(InvalidRequest, match="nothing is served yet"):
+        Reconciler(replica, store, None).hold(None, 1.0)
+    await until(lambda: replica.applied == ref(0))
+    reconciler.hold(0, 0.3)
+    store.publish(ref(1))
+    await asyncio.sleep(0.1)
+    assert replica.applied == ref(0)
+    await until(lambda: replica.applied == ref(1))
+    reconciler.hold(1, 60.0)
+    store.publish(VersionRef("other", 0))
+    await until(lambda: replica.applied == VersionRef("other", 0))
+    assert reconciler.held is None
+
+
+async def test_a_hold_that_comes_while_the_next_version_materializes_is_kept(
+    replica: Replica, store: FakeStore, reconciler: Reconciler
+) -> None:
+    await until(lambda: replica.applied == ref(0))
+    store.materialize_delay = 0.1
+    store.publish(ref(1))
+    await until(lambda: replica.state == "materializing")
+    reconciler.hold(0, 60.0)
+    await until(lambda: store.materialized[-1:] == [ref(1)])
+    await asyncio.sleep(0.1)
+    assert replica.applied == ref(0)
+    reconciler.hold(1, 60.0)  # a version that it is to stay at when it gets there
+    store.publish(ref(3))
+    await until(lambda: replica.applied == ref(1))
+    await asyncio.sleep(0.1)
+    assert replica.applied == ref(1)
 
 
 async def test_a_new_run_takes_over_and_old_version_numbers_are_refused_meanwhile(

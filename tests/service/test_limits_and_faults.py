@@ -9,7 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import aiohttp
@@ -24,6 +24,7 @@ from miles_disagg.gateway.app import GatewaySettings
 from miles_disagg.replica import app as replica_app
 from miles_disagg.replica.listen import TlsFiles
 from miles_disagg.replica.reconciler import Reconciler, ReconcilerSettings
+from miles_disagg.replica.replica import Replica, ReplicaSettings
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.rollout.base import SamplingOptions
 from miles_disagg.rollout.pool import RolloutClient
@@ -35,6 +36,7 @@ from tests.fakes.fault_proxy import fault_proxy
 from tests.fakes.publishing import FakeTrainer, on_disk, raw, step, tiny_tensors, write_base
 from tests.fakes.replica import RUN, make_replica, ref
 from tests.fakes.samples import make_prompt
+from tests.fakes.source import FakeStore
 from tests.fakes.tcp_proxy import tcp_proxy
 from tests.store.conftest import BUCKET, CREDENTIALS, moto_endpoint  # noqa: F401 - a fixture
 
@@ -66,6 +68,9 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
          "--base-checkpoint /none"),
         ("replica --engine http://x --store s --gateway http://g --local-checkpoint-dir d --relay-zone eu",
          "--relay-zone has no effect without --relay"),
+        ("gateway --canary-interval 5", "--canary-interval has no effect without --canary-ids"),
+        ("gateway --canary-ids 5 -1", "--canary-ids 5 -1: must be token ids"),
+        ("serve --canary-interval 5", "--canary-interval has no effect without --canary-ids"),
         ("serve --relay-zone eu", "--relay-zone has no effect without --relay"),
         ("serve --min-replicas 3 --max-replicas 2", "--min-replicas 3 is above --max-replicas 2"),
         ("serve", "--version-store is missing"),
@@ -145,27 +150,46 @@ def one(client: RolloutClient, rid: str):
     return client.generate(make_prompt(), sampling, Constraint(min_version=0), sample_id=rid, group_id="g", rid=rid)
 
 
-@pytest.mark.slow
 async def test_the_live_page_shows_the_fleet_in_a_browser(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium on this machine (apt-get install chromium)")
-    replica = make_replica(FakeEngine(str(ref(3))))
-    await replica.attach()
+    store = FakeStore(ref(3))
+    replicas = [Replica(ReplicaSettings(f"replica-{i}"), FakeEngine(str(ref(3)))) for i in range(2)]
+    loops = [Reconciler(replica, store, store, settings=FAST) for replica in replicas]
     gateway = await gateway_app.serve()
-    server = await replica_app.serve(replica, gateways=(gateway.url,), heartbeat_seconds=0.1)
-    try:
-        await until(lambda: bool(gateway.router.members))
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        command += ["--virtual-time-budget=4000", "--dump-dom", f"{gateway.url}/"]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
-    finally:
-        await server.stop()
-        await gateway.stop()
-    assert "<td>replica-0</td>" in done.stdout
-    assert "<td>run 3</td>" in done.stdout
-    assert "1 of 1" in done.stdout
-    assert "<polyline" in done.stdout
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(gateway.stop)
+        for replica, loop in zip(replicas, loops, strict=True):
+            await replica.attach()
+            server = await replica_app.serve(replica, loop, gateways=(gateway.url,), heartbeat_seconds=0.1)
+            stack.push_async_callback(server.stop)
+        await until(lambda: [m.applied for m in gateway.router.members] == [3, 3])
+        loops[1].hold(3, 600.0)
+        store.publish(ref(4))
+        await until(lambda: sorted(m.applied or 0 for m in gateway.router.members) == [3, 4])
+        dom = await shown_by(browser, f"{gateway.url}/", tmp_path)
+    assert "2 of 2" in dom
+    row = {name: dom.partition(f"<td>{name}</td>")[2].partition("</tr>")[0] for name in ("replica-0", "replica-1")}
+    assert ">run 4<" in row["replica-0"]
+    assert ">run 3<" in row["replica-1"]
+    assert "held, ready" in row["replica-1"]
+    assert dom.count("<polyline") == 3, "newest, oldest and newest served"
+    assert "<b>3 to 4</b><span>versions served" in dom
+    assert "<b>0</b><span>waiting for a version" in dom
+    assert '<b id="pauses">1, half at most' in dom
+    assert '<b id="lags">1, half at most' in dom
+    assert dom.count("<rect") == 2 * 17
+
+
+async def shown_by(browser: str, url: str, profile: Path) -> str:
+    """The page's DOM after some seconds of its own time."""
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
+    command += ["--virtual-time-budget=4000", "--dump-dom", url]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("<script>")[0]
 
 
 # --- joining late, and faults on the way ------------------------------------------------------------

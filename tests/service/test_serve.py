@@ -46,6 +46,7 @@ async def test_a_fleet_on_ray_grows_with_its_load_heals_shrinks_and_leaves_nothi
         f"version-store: {tmp_path / 'store'}\nbase-checkpoint: {checkpoint}\nservice-dir: {tmp_path / 'service'}\n"
         "min-replicas: 1\nmax-replicas: 2\ntarget-requests-per-replica: 4\nscale-up-seconds: 1.5\n"
         "scale-down-seconds: 4\ndrain-seconds: 20\ngateway-port: 0\nnum-gateways: 2\nrelay: true\n"
+        "canary-ids: [3, 4, 5]\n"
     )
     env = {MARKER: marker, "RAY_ADDRESS": "", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     service = Command("serve", "--config", str(config), log=tmp_path / "serve.log", env=env)

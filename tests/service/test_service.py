@@ -176,3 +176,61 @@ async def relayed_bytes(service: Service, name: str) -> tuple[int, int]:
     keys = (f'miles_replica_relay_from_{source}_bytes_total{{replica_id="{name}"}}' for source in ("origin", "peer"))
     origin, peer = (int(float(lines[key])) for key in keys)
     return origin, peer
+
+
+async def test_a_replica_held_for_an_evaluation_stays_while_the_others_move_on(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    trainer = await trainer_of(tmp_path / "store", checkpoint, "run")
+    async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
+        await asyncio.gather(service.add("a"), service.add("b"))
+        await trainer.publish(step(tensors, 1))
+        await service.until(serves("run", 1, "a", "b"))
+
+        async def post(path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+            async with service.client.post(f"{service.url}/{path}", json=body) as response:
+                return response.status, await response.json()
+
+        assert (await post("hold", version=0))[0] == 410
+        assert (await post("hold", version=5))[0] == 409
+        assert (await post("hold", version="1"))[0] == (await post("hold", seconds=0))[0] == 400
+        assert (await post("hold", replica_id="nobody"))[0] == 404
+        status, answer = await post("hold", version=1, seconds=120)
+        assert (status, answer["held"]) == (200, "run/weight_v000001")
+        held = answer["replica_id"]
+        other = "b" if held == "a" else "a"
+        for seed in (2, 3):
+            await trainer.publish(step(tensors, seed))
+        await service.until(lambda fleet: fleet[other]["applied"] == 3)
+        await service.until(lambda fleet: (fleet[held]["applied"], fleet[held]["held"]) == (1, answer["held"]))
+        for i in range(4):
+            pinned = await service.generate(f"e{i}", "run", weight_version={"exact_version": 1})
+            assert pinned["meta_info"]["weight_version_spans"] == [[0, 1]]
+            assert pinned["meta_info"]["replica_id"] == held
+            newest = await service.generate(f"t{i}", "run", weight_version={"min_version": 3})
+            assert newest["meta_info"]["replica_id"] == other
+        assert (await post("release", replica_id=held))[0] == 200
+        await service.until(serves("run", 3, "a", "b"))
+        await service.until(lambda fleet: fleet[held]["held"] is None)
+        body = {"input_ids": [1], "rid": "late", "weight_version": {"exact_version": 1}, "sampling_params": {}}
+        assert (await post("generate", **body))[0] == 410
+
+
+async def test_a_replica_whose_canary_answer_is_not_the_others_is_refused(
+    tmp_path: Path, checkpoint: Path, tensors: Tensors
+) -> None:
+    await trainer_of(tmp_path / "store", checkpoint, "run")
+    flags = ("--canary-ids", "1", "2", "3", "--canary-interval", "0.5")
+    root = tmp_path / "service"
+    async with Service(root, str(tmp_path / "store"), checkpoint, gateway_flags=flags) as service:
+        await asyncio.gather(*(service.add(name, "--verify-interval", "3600") for name in "abc"))
+        await service.until(serves("run", 0, *"abc"))
+        engine = SGLangEngine(service.engine_urls["b"])
+        name = "model.norm.weight"
+        spoiled = serialize([(name, -tensors[name])])
+        await engine.update_from_tensor([spoiled], load_format=None, version="run/weight_v000000", flush_cache=False)
+        await service.until(lambda fleet: not fleet["b"]["ready"] and "canary prompt" in fleet["b"]["reason"])
+        for i in range(6):
+            answer = await service.generate(f"r{i}", "run", weight_version={"min_version": 0})
+            assert answer["meta_info"]["replica_id"] != "b"
+        await engine.close()

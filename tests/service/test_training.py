@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from miles_disagg.config.model import quickstart_directory
+from miles_disagg.prompts.quickstart import make_quickstart
 from tests.fakes.service import ROOT, Service
 from tests.store.conftest import BUCKET, CREDENTIALS, weed_endpoint  # noqa: F401 - a fixture
 
@@ -23,16 +25,10 @@ STEPS = 8
 class Training:
     """`python train_async.py` that knows one URL and one store."""
 
-    def __init__(self, checkpoint: Path, run_dir: Path, endpoint: str, store: str, *flags: str, env: dict[str, str]):
+    def __init__(self, run_dir: Path, endpoint: str, store: str, *flags: str, env: dict[str, str]):
         self.run_dir, self.log = run_dir, run_dir.with_suffix(".log")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        argv = [
-            *("--hf-checkpoint", str(checkpoint), "--task", "addition", "--task-size", "64", "--eval-task-size", "16"),
-            *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
-            *("--train-dtype", "fp32", "--lr", "1e-4", "--max-weight-staleness", "1", "--trainer-device", "cpu"),
-            *("--num-rollout", str(STEPS), "--run-dir", str(run_dir), "--eval-interval", str(STEPS)),
-            *("--rollout-endpoint", endpoint, "--version-store", store, *flags),
-        ]
+        argv = [*flags, "--run-dir", str(run_dir), "--rollout-endpoint", endpoint, "--version-store", store]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "train_async.py", *argv],
@@ -54,9 +50,9 @@ class Training:
             assert time.monotonic() < deadline, self.log.read_text()
             await asyncio.sleep(0.1)
 
-    async def end(self) -> dict[str, Any]:
+    async def end(self, seconds: float = 180.0) -> dict[str, Any]:
         try:
-            status = await asyncio.to_thread(self.process.wait, 180)
+            status = await asyncio.to_thread(self.process.wait, seconds)
         except subprocess.TimeoutExpired:
             self.stop()
             raise AssertionError(self.log.read_text()) from None
@@ -67,6 +63,16 @@ class Training:
         if self.process.poll() is None:
             os.killpg(self.process.pid, 9)
         self.process.wait()
+
+
+def small(checkpoint: Path) -> list[str]:
+    """A training that is over soon."""
+    return [
+        *("--hf-checkpoint", str(checkpoint), "--task", "addition", "--task-size", "64", "--eval-task-size", "16"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "6"),
+        *("--train-dtype", "fp32", "--lr", "1e-4", "--max-weight-staleness", "1", "--trainer-device", "cpu"),
+        *("--num-rollout", str(STEPS), "--eval-interval", str(STEPS)),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["directory", pytest.param("s3", marks=pytest.mark.s3)])
@@ -85,7 +91,7 @@ async def test_training_goes_on_while_replicas_are_killed_and_added(
         await asyncio.gather(service.add("a", *secured), service.add("b", *secured))
         run = tmp_path / "run"
         auth = ("--rollout-auth-token-file", str(token))
-        training = Training(checkpoint, run, service.url, store, *auth, env=env)
+        training = Training(run, service.url, store, *small(checkpoint), *auth, env=env)
         try:
             await training.steps(2)
             service.kill("a")
@@ -101,4 +107,39 @@ async def test_training_goes_on_while_replicas_are_killed_and_added(
     rows = [row for row in training.rows() if "train/loss" in row]
     assert max(row["rollout/version_lag_max"] for row in rows) <= 1
     assert any("fleet/convergence_seconds" in row for row in training.rows())
+    assert "Traceback" not in training.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+@pytest.mark.timeout(1500)
+async def test_training_over_s3_reaches_the_quickstarts_accuracy_while_replicas_come_and_go(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = Path((await asyncio.to_thread(make_quickstart, quickstart_directory())).path)
+    env = {**CREDENTIALS, "AWS_ENDPOINT_URL": request.getfixturevalue("weed_endpoint")}
+    store = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    async with Service(tmp_path / "service", store, checkpoint, env=env) as service:
+        await asyncio.gather(service.add("a", "--relay"), service.add("b", "--relay"))
+        config = ("--config", "configs/quickstart.yaml", "--num-rollout-engines", "None")
+        training = Training(tmp_path / "run", service.url, store, *config, env=env)
+        try:
+            await training.steps(25, 400)
+            service.kill("a")
+            await training.steps(40, 400)
+            await service.add("c", "--relay")
+            await training.steps(60, 400)
+            service.kill("b")
+            await service.add("d", "--relay")
+            summary = await training.end(600)
+        finally:
+            training.stop()
+        assert sorted(await service.fleet()) == ["c", "d"]
+    ledger = summary["ledger"]
+    print(summary)
+    assert summary["status"] == "completed"
+    assert summary["eval/accuracy_last"] >= 0.85, summary
+    assert ledger["generated"] == ledger["trained"] + ledger["queued"] + sum(ledger["dropped"].values()), ledger
+    rows = [row for row in training.rows() if "train/loss" in row]
+    assert max(row["rollout/version_lag_max"] for row in rows) <= 2
     assert "Traceback" not in training.log.read_text()
