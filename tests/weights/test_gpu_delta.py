@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from miles_disagg.domain.errors import CheckpointError
+from miles_disagg.weights import gpu_delta
 from miles_disagg.weights.codecs import BLOCK_BYTES, encode_frame, get_codec
 from miles_disagg.weights.gpu_delta import encode_on_device
 
@@ -48,6 +49,12 @@ def test_a_device_frame_equals_the_cpu_frame(dtype, density, by_class):
 @pytest.mark.parametrize("by_class", [False, True])
 def test_blocks_and_ragged_tails_are_the_same_too(by_class):
     same_frames("BF16", BLOCK_BYTES // 2 + 77, 0.01, by_class, "cpu")
+
+
+@pytest.mark.parametrize("density", [0.001, 0.7])
+def test_what_is_compared_at_a_time_does_not_show_in_the_frame(density, monkeypatch):
+    monkeypatch.setattr(gpu_delta, "_SLAB_BLOCKS", 1)
+    same_frames("I64", BLOCK_BYTES // 4 + 5, density, False, "cpu")
 
 
 @pytest.mark.gpu
