@@ -8,11 +8,12 @@ What goes where is `weights.transfer.plan`'s; the engine's half is `engine.inpla
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,32 +174,43 @@ class PeerSource:
         group: where to meet them, with torch.distributed. whole: no changes, complete shards. The staged bytes stay, to
         be sent again.
         """
-        started = time.monotonic()
         try:
-            route = self._route
-            if route is None or not self._staged:
-                raise PublicationFailed(f"{self._name} has staged nothing to send")
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            sent = Sent(export_seconds=self._export_seconds)
-            mine = {link.target: link for link in links}
-            writes = [w for w in route.writes if w.target in mine]
-            sent.wire_bytes = sum(w.nbytes for w in writes)
-
-            def note() -> None:
-                self._note_sums(version, route, mine, writes, sent)
-
-            if group is not None:
-                self._send_in_group(group, mine, writes, sent)
-                note()
-            else:
-                self._send_one_sided(route, mine, writes, sent, note, whole)
-            if self._changes is not None:
-                self._changes.sent(version, [link for link in links if link.target not in sent.errors])
-            sent.seconds = time.monotonic() - started
-            return sent
+            with self._aside():
+                return self._send(version, links, group, whole)
         finally:
             self._idle.set()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On CUDA, a stream of its own: not behind the training step."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            yield
+
+    def _send(self, version: str, links: Sequence[Link], group: GroupSeat | None, whole: bool) -> Sent:
+        started, route = time.monotonic(), self._route
+        if route is None or not self._staged:
+            raise PublicationFailed(f"{self._name} has staged nothing to send")
+        sent = Sent(export_seconds=self._export_seconds)
+        mine = {link.target: link for link in links}
+        writes = [w for w in route.writes if w.target in mine]
+        sent.wire_bytes = sum(w.nbytes for w in writes)
+
+        def note() -> None:
+            self._note_sums(version, route, mine, writes, sent)
+
+        if group is not None:
+            self._send_in_group(group, mine, writes, sent)
+            note()
+        else:
+            self._send_one_sided(route, mine, writes, sent, note, whole)
+        if self._changes is not None:
+            self._changes.sent(version, [link for link in links if link.target not in sent.errors])
+        sent.seconds = time.monotonic() - started
+        return sent
 
     def _send_one_sided(
         self,
