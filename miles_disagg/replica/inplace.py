@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import uuid
@@ -120,8 +121,7 @@ class Plugin:
             for name, info in infos.items():
                 begins[name] = total
                 total += -(-(info.end - info.begin) // 8) * 8
-        with tempfile.NamedTemporaryFile(prefix="miles-export-", dir=_scratch()) as file:
-            file.truncate(max(1, total))
+        with _scratch_file(max(1, total)) as file:
             answers = await self.ask("export", path=file.name, begins=begins)
             if converted := answers[0]["converted"]:
                 raise InPlaceUnavailable(f"{len(converted)} tensors are served in another dtype, first {converted[0]}")
@@ -287,8 +287,18 @@ class InPlaceLoader:
         await self._follow(target)
 
 
-def _scratch() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def _scratch_file(nbytes: int) -> Any:
+    """A temporary file that has its room already: an engine that wrote into one without would be killed."""
+    for directory in ("/dev/shm", tempfile.gettempdir()):
+        if not Path(directory).is_dir():
+            continue
+        file = tempfile.NamedTemporaryFile(prefix="miles-export-", dir=directory)  # noqa: SIM115 - given away
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return file
+        except OSError:
+            file.close()
+    raise InPlaceUnavailable(f"no room for a copy of {nbytes:,} bytes in /dev/shm or {tempfile.gettempdir()}")
 
 
 def _digests(path: Path, infos: Mapping[str, Any], begins: Mapping[str, int]) -> dict[str, str]:

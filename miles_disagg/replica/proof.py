@@ -27,6 +27,7 @@ from miles_disagg.weights.safetensors_file import read_header
 
 log = logging.getLogger(__name__)
 _KEPT = 2
+_REST = 20.0
 
 
 class CannotLook(MilesDisaggError):
@@ -111,21 +112,25 @@ class Prover:
     ):
         """export: digests of the live tensors of an engine that has no route for them; CannotLook."""
         self._replica, self._stager, self._interval, self._export = replica, stager, interval, export
-        self._exporting = False
+        self._exporting, self._said = False, ""
         self.supported = True
         self.refuted = 0
 
     async def run(self) -> None:
         """Until cancelled, or until it is clear that this engine cannot be looked at."""
         while self.supported:
-            seen = self._state()
+            seen, begun = self._state(), time.monotonic()
             try:
                 await self.check()
             except CannotLook as error:
                 self.supported = False
                 log.warning("%s: no fingerprint: %s", self._replica.replica_id, error)
             except EngineError as error:  # a dead engine is the reconciler's business
-                log.info("%s: no fingerprint yet: %s", self._replica.replica_id, error)
+                if str(error) != self._said:
+                    log.warning("%s: no fingerprint yet: %s", self._replica.replica_id, error)
+                self._said = str(error)
+            if self._exporting:  # that copies all weights: a small share of the time only
+                await asyncio.sleep(_REST * (time.monotonic() - begun))
             await self._until_changed(seen)
 
     async def check(self) -> Fingerprint | None:

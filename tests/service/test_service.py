@@ -98,8 +98,12 @@ async def test_weights_corrupted_in_memory_are_found_refused_and_loaded_again(
     trainer = await trainer_of(tmp_path / "store", checkpoint, "run")
     async with Service(tmp_path / "service", str(tmp_path / "store"), checkpoint) as service:
         await service.add("a", "--verify-interval", "0.3")
+        await service.until(lambda fleet: "a" in fleet and bool(fleet["a"]["fingerprint"]))
+        first = (await service.fleet())["a"]["fingerprint"]
         await trainer.publish(step(tensors, 1))
-        await service.until(lambda fleet: serves("run", 1, "a")(fleet) and bool(fleet["a"]["fingerprint"]))
+        await service.until(
+            lambda fleet: serves("run", 1, "a")(fleet) and fleet["a"]["fingerprint"] not in (None, first)
+        )
         published = (await service.fleet())["a"]["fingerprint"]
         engine = SGLangEngine(service.engine_urls["a"])
         good = await engine.weights_digest()

@@ -41,9 +41,11 @@ async def test_weights_corrupted_inside_a_stock_sglang_server_are_found_refused_
                 "--verbose", log="a-replica",
             )  # fmt: skip
             await replica.ready(120)
+            await service.until(lambda fleet: "a" in fleet and bool(fleet["a"]["fingerprint"]), seconds=120)
+            first = (await service.fleet())["a"]["fingerprint"]
             await trainer.publish(step(tensors, 1))
             await service.until(
-                lambda fleet: serves("run", 1, "a")(fleet) and bool(fleet["a"]["fingerprint"]), seconds=120
+                lambda fleet: serves("run", 1, "a")(fleet) and fleet["a"]["fingerprint"] not in (None, first), 120
             )
             answer = await service.generate("r", "run", weight_version={"exact_version": 1})
             assert answer["meta_info"]["weight_version_spans"] == [[0, 1]]
