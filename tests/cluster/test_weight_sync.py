@@ -85,3 +85,12 @@ def test_changed_elements_sent_to_engines_leave_them_equal_to_the_export(local_r
     wire = [row["perf/update_weights_wire_bytes"] for row in rows]
     # In fp32 a step may change every element: then the dense form goes, never more than a whole version.
     assert max(wire[1:]) <= wire[0] * 1.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "staging"), [("torch", "never"), ("nixl", "never"), ("torch", "always")])
+def test_peer_to_peer_by_other_ways_leaves_engines_equal_to_the_export(local_ray, run_config, transport, staging):
+    flags = ("--update-weight-transfer-mode", "p2p", "--actor-num-gpus-per-node", "2", "--num-rollout-engines", "2")
+    ways = ("--update-weight-p2p-transport", transport, "--update-weight-p2p-staging", staging)
+    config = run_config(*flags, *ways, *LAYOUTS["tp2"])
+    asyncio.run(train_and_compare(config))
