@@ -208,6 +208,7 @@ def broadcast_mode(engine: Engine, source: BroadcastSource) -> Callable[[], Awai
                 bucket = []
             bucket.append((name, tensor))
         await asyncio.to_thread(source.stage, bucket)
+        await asyncio.to_thread(source.prepare, str(ref))
 
         async def send() -> None:
             nonlocal moved

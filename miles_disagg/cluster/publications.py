@@ -141,6 +141,7 @@ class BroadcastChannel:
             raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
         await self._ledger.commit(ref)
         metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
+        await self._trainer.prepare(ref)
         for _ in range(_BROADCAST_ATTEMPTS):
             try:
                 sent = await self.send(ref, None)

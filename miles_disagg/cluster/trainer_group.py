@@ -125,6 +125,13 @@ class TrainerGroup:
         """The sources as `publish.disk` sees them, in source order."""
         return [RemoteSource(self.ranks[i], f"trainer rank {i}", self.update_timeout) for i in self.sources]
 
+    async def prepare(self, ref: VersionRef) -> None:
+        """Work out what a broadcast of `ref` sends, while engines still serve."""
+        await call_all(
+            [(self.ranks[i].prepare.remote(ref), f"trainer rank {i}: prepare {ref}") for i in self.sources],
+            self.update_timeout,
+        )
+
     async def send(
         self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]], *, whole: bool = False
     ) -> dict[str, float]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from miles_disagg.weights.digest import new_hasher
 MOVED = "weights/moved"
 """Among a send's metrics: elements that changed since the version before, or, sent in full, 1 if any bit did."""
 
+T = TypeVar("T")
 Bucket = Sequence[tuple[str, torch.Tensor]]
 _GRACE_SECONDS = 5.0  # the store's own deadline passes first, and says how many ranks came
 
@@ -45,6 +46,9 @@ class _Staged:
 
     flat: torch.Tensor
     metas: Metas
+
+
+_Sending = tuple[list[_Staged], str | None, int]  # buckets, their load format, MOVED
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class BroadcastSource:
         self._idle.set()
         self._export_seconds = 0.0
         self._kept: _Group | None = None
+        self._prepared: tuple[str, _Sending] | None = None  # version and what is sent of it
 
     def open(self, timeout: float) -> float:
         """Start staging; waits for the previous send to settle. Seconds waited, or DeadlineExceeded."""
@@ -111,7 +116,7 @@ class BroadcastSource:
             self._spare, self._published, self._published_version = self._published, self._staged, self._version
         else:
             self._spare = self._staged
-        self._staged, self._version, self._export_seconds = [], "", 0.0
+        self._staged, self._version, self._export_seconds, self._prepared = [], "", 0.0, None
         return time.monotonic() - started
 
     def stage(self, bucket: Bucket) -> None:
@@ -144,6 +149,10 @@ class BroadcastSource:
                 return torch.empty(size, dtype=torch.uint8, device=next(iter(devices)))
         return torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
 
+    def prepare(self, version: str) -> None:
+        """Work out what `send` will send, before any engine is paused for it."""
+        self._prepared = (version, self._buckets(version, False))
+
     async def send(self, version: str, targets: Sequence[BucketTarget], *, whole: bool = False) -> Mapping[str, float]:
         """Send every staged bucket to the targets' ranks, met before or now; `perf/update_weights_*` metrics.
 
@@ -153,12 +162,15 @@ class BroadcastSource:
         """
         started = time.monotonic()
         try:
-            buckets, form, moved = await asyncio.to_thread(self._buckets, version, whole)
+            prepared = self._prepared
+            if prepared is not None and prepared[0] == version and not whole:
+                buckets, form, moved = prepared[1]
+            else:
+                buckets, form, moved = await asyncio.to_thread(self._buckets, version, whole)
             group = await self._group_with(targets)
             self._version = version
             try:
-                for staged in buckets:
-                    await self._send_bucket(staged, group, version, targets, form)
+                await self._send_all(buckets, group, version, targets, form)
             except BaseException:
                 await self.close()
                 raise
@@ -221,7 +233,7 @@ class BroadcastSource:
             raise
         return name, group
 
-    def _buckets(self, version: str, whole: bool) -> tuple[list[_Staged], str | None, int]:
+    def _buckets(self, version: str, whole: bool) -> _Sending:
         """What to send, in which load format, and MOVED."""
         plain = "flattened_bucket" if self._flattened else None
         old = self._published
@@ -229,16 +241,45 @@ class BroadcastSource:
             changed = [_changed(a, b) for a, b in zip(old, self._staged, strict=True)]
             sent = [_Staged(flat, metas) for flat, metas, count in changed if count] or [_Staged(*changed[0][:2])]
             return sent, f"{INDICES}:{self._published_version}", sum(count for *_, count in changed)
-        hasher = new_hasher()
-        for staged in self._staged:
-            hasher.update(staged.flat.cpu().numpy())
         if self._digest[0] != version:
+            hasher = new_hasher()
+            for staged in self._staged:
+                hasher.update(staged.flat.cpu().numpy())
             self._digest = (version, hasher.hexdigest(), int(hasher.hexdigest() != self._digest[1]))
         return self._staged, plain, self._digest[2]
+
+    async def _send_all(
+        self,
+        buckets: Sequence[_Staged],
+        group: _Group,
+        version: str,
+        targets: Sequence[BucketTarget],
+        form: str | None,
+    ) -> None:
+        """One bucket after another; the next one is copied to the device meanwhile."""
+        loading = _task(asyncio.to_thread(self._to_device, buckets[0]))
+        try:
+            for i, staged in enumerate(buckets):
+                flat = await loading
+                if i + 1 < len(buckets):
+                    loading = _task(asyncio.to_thread(self._to_device, buckets[i + 1]))
+                await self._send_bucket(staged, flat, group, version, targets, form)
+        finally:
+            await asyncio.gather(loading, return_exceptions=True)
+
+    def _to_device(self, staged: _Staged) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return staged.flat.to(self._device)
+        aside = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(aside):
+            flat = staged.flat.to(self._device, non_blocking=True)
+        aside.synchronize()
+        return flat
 
     async def _send_bucket(
         self,
         staged: _Staged,
+        flat: torch.Tensor,
         group: _Group,
         version: str,
         targets: Sequence[BucketTarget],
@@ -251,12 +292,15 @@ class BroadcastSource:
         what = f"{len(targets)} engines to receive {len(names)} tensors from {names[0]!r} on"
         deadline = time.monotonic() + self._timeout
         await _first_error(
-            asyncio.to_thread(self._broadcast, staged, group.group, load_format is not None), receiving, deadline, what
+            asyncio.to_thread(self._broadcast, flat, None if load_format else staged.metas, group.group),
+            receiving,
+            deadline,
+            what,
         )
 
-    def _broadcast(self, staged: _Staged, group: Any, flattened: bool) -> None:
-        flat = staged.flat.to(self._device)
-        tensors = [flat] if flattened else [t for _, t in unflatten(flat, staged.metas)]
+    def _broadcast(self, flat: torch.Tensor, metas: Metas | None, group: Any) -> None:
+        """One transfer, or with `metas` one a tensor."""
+        tensors = [flat] if metas is None else [t for _, t in unflatten(flat, metas)]
         options = dist.BroadcastOptions()
         options.rootRank = 0
         # The group's own method: dist.broadcast would look for this process's rank in the trainer's default group.
@@ -386,5 +430,5 @@ async def _first_error(own: Awaitable[Any], others: list[asyncio.Task[None]], de
     return mine.result()
 
 
-def _task(call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def _task(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return asyncio.get_running_loop().create_task(call)

@@ -138,6 +138,12 @@ class TrainerActor:
         self._source.settle(published)
 
     @ray.method(concurrency_group="publish")
+    def prepare(self, ref: VersionRef) -> None:
+        """Broadcast: digest or diff what was staged, before engines are paused."""
+        with self._timeline.span("encode", ref.version):
+            self._source.prepare(str(ref))
+
+    @ray.method(concurrency_group="publish")
     def send(self, ref: VersionRef, targets: Sequence[tuple[Any, str, int]], whole: bool = False) -> dict[str, float]:
         """Broadcast: send what was staged to engine actors, given with their names and numbers of ranks."""
         with self._timeline.span("send", ref.version):

@@ -112,6 +112,8 @@ async def test_changed_elements_are_scattered_and_the_engine_is_equal_after_each
     for i, density in enumerate((0.0, 0.01, 0.9, 0.0, 0.003)):  # whole, sparse, dense, nothing at all, sparse again
         weights = moved(weights, i, density)
         stage_in_buckets(broadcast, weights, 6)
+        if i % 2:
+            broadcast.prepare(f"run/weight_v{100 + i:06d}")  # ahead of the pause, or within `send`
         metrics = await broadcast_version(f"run/weight_v{100 + i:06d}", [broadcast.send], [target])
         wire.append(metrics["perf/update_weights_wire_bytes"])
         changes.append(metrics[MOVED])
