@@ -24,6 +24,7 @@ from tests.store.conftest import BUCKET, CREDENTIALS, weed_endpoint  # noqa: F40
 Tensors = dict[str, torch.Tensor]
 
 
+@pytest.mark.slow
 async def test_clocks_that_are_ten_minutes_off_in_both_directions_change_nothing(
     tmp_path: Path, checkpoint: Path, tensors: Tensors
 ) -> None:
@@ -64,6 +65,7 @@ def first_stamp(service: Service, name: str) -> float:
     return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
 
 
+@pytest.mark.slow
 async def test_a_rid_is_answered_once_whichever_gateway_it_comes_through(
     tmp_path: Path, checkpoint: Path, tensors: Tensors
 ) -> None:

@@ -20,6 +20,7 @@ from tests.service.test_service import trainer_of
 
 
 @pytest.mark.sglang
+@pytest.mark.timeout(600)
 async def test_weights_corrupted_inside_a_stock_sglang_server_are_found_refused_and_loaded_again(
     tmp_path: Path,
 ) -> None:
