@@ -51,3 +51,22 @@ def test_what_the_environment_wrote_is_no_step_of_the_policy():
     assert white[kept].mean().item() == pytest.approx(0.0, abs=1e-6)
     assert white[kept].std().item() == pytest.approx(1.0, abs=1e-5)
     assert white[[2, 4]].tolist() == [0.0, 0.0]
+
+
+def test_the_teachers_part_of_the_advantages_has_mean_zero_over_trained_tokens():
+    from miles_disagg.trainer.losses import distilled
+    from miles_disagg.trainer.megatron.batch import policy_columns, with_teacher_baseline
+
+    sample = TrainSample(
+        [1, 2, 3, 4, 5],
+        1,
+        [-1.0, -2.0, -9.0, -3.0],
+        0.5,
+        loss_mask=[1, 1, 0, 1],
+        teacher_logprobs=[-4.0, -1.0, -7.0, -2.0],
+    )
+    values = with_teacher_baseline(policy_columns([sample], None), 2.0).values
+    kept = values["mask"] > 0
+    found = distilled(values["advantage"], values["behaviour"], values["teacher"], 2.0)[kept]
+    assert found.mean().item() == pytest.approx(0.5)
+    assert (found[0] - found[1]).item() == pytest.approx(2.0 * (-3.0 - 1.0))

@@ -72,6 +72,20 @@ def policy_columns(batch: Sequence[TrainSample], version: int | None) -> Columns
     return Columns(response_offsets(batch), {k: torch.tensor(v, dtype=torch.float32) for k, v in named.items()})
 
 
+def with_teacher_baseline(columns: Columns, coef: float) -> Columns:
+    """Advantages plus coef times the batch's mean of behaviour minus teacher logprobs over the trained tokens.
+
+    Together with `losses.distilled` the teacher's part has a mean near 0. A constant leaves the expected gradient as it
+    is, but without it every sampled token would be pushed down, and the noise of that hides what is better.
+    """
+    values = columns.values
+    mask, behaviour = values["mask"], values.get("behaviour")
+    if behaviour is None or not mask.any():
+        return columns
+    mean = ((behaviour - values["teacher"]) * mask).sum() / mask.sum()
+    return columns.with_column("advantage", values["advantage"] + coef * mean)
+
+
 def with_weights(
     columns: Columns, batch: Sequence[TrainSample], aggregate: str, constant_length: int | None = None
 ) -> Columns:

@@ -24,6 +24,7 @@ from miles_disagg.trainer.megatron.batch import (
     pack,
     policy_columns,
     response_offsets,
+    with_teacher_baseline,
     with_weights,
 )
 from miles_disagg.trainer.megatron.critic import (
@@ -122,6 +123,8 @@ class MegatronTrainer:
             return out
         if self.spec.advantages.whiten:
             columns = whitened(columns)
+        if self.spec.loss.distill_coef:
+            columns = with_teacher_baseline(columns, self.spec.loss.distill_coef)
         if size < len(batch) and self.spec.loss.proximal == "recomputed":
             columns = columns.with_column("proximal", self._score(self.model, batch))
         if self._base is not None:
