@@ -25,6 +25,7 @@ from miles_disagg.cluster.connect import cluster, incarnation, reserved
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.peer import PeerChannel
+from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
 from miles_disagg.cluster.resume import Lineage
 from miles_disagg.cluster.run import Run
@@ -145,7 +146,7 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         ranks = plan.trainer.slots * len(plan.trainer.bundles)
         console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s)")
         trainer = await _start_together(config, plan, placement, fleet, stack)
-        producer = await _producer(config, endpoint, base, stack)
+        producer = await _producer(config, endpoint, base, console.say, stack)
         if continued is not None and continued.checkpoint is not None:
             await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
             console.say(f"continuing after step {continued.step} from {continued.checkpoint}")
@@ -156,7 +157,7 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
             await channel.prepare()
         publications = Publications(
             config.run_id, newest.version, trainer, channel, fleet, timeline,
-            on_published=lambda v: call(producer.advance.remote(v), "rollout producer: note the new version", 30.0),
+            on_published=producer.advance,
             give_out=lineage.given_out,
             timeout=config.timeouts.update_weights_timeout,
         )  # fmt: skip
@@ -266,15 +267,21 @@ async def _start_together(
     return trainer
 
 
-async def _producer(config: RunConfig, endpoint: str, base: VersionRef, stack: AsyncExitStack) -> Any:
+async def _producer(
+    config: RunConfig, endpoint: str, base: VersionRef, say: Callable[[str], None], stack: AsyncExitStack
+) -> RemoteProducer:
     spec = specs.producer_spec(config, endpoint, base.version)
-    producer = _start_here(RolloutProducer, config.run_id, "rollout-producer", spec)
-    stack.callback(ray.kill, producer)
-    await call(producer.setup.remote(), "rollout producer: read the prompts", config.timeouts.trainer_start_timeout)
+    producer = RemoteProducer(
+        lambda: _start_here(RolloutProducer, config.run_id, "rollout-producer", spec),
+        config.timeouts.trainer_start_timeout,
+        say,
+    )
+    stack.callback(producer.kill)
+    await producer.set_up()
 
     async def close() -> None:
         with contextlib.suppress(Exception):
-            await call(producer.close.remote(), "rollout producer: close", 10.0)
+            await producer.close(10.0)
 
     stack.push_async_callback(close)
     return producer

@@ -16,10 +16,10 @@ from typing import Any
 
 from miles_disagg.buffer.base import Batch
 from miles_disagg.cluster import checkpoints
-from miles_disagg.cluster.calls import call
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.evaluation import Evaluations
 from miles_disagg.cluster.fleet import Fleet
+from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import Publications
 from miles_disagg.cluster.resume import Continuation
 from miles_disagg.cluster.trainer_group import TrainerGroup
@@ -41,7 +41,7 @@ class Run:
         config: RunConfig,
         trainer: TrainerGroup,
         fleet: Fleet | ServiceFleet,
-        producer: Any,
+        producer: RemoteProducer,
         publications: Publications,
         *,
         trackers: Trackers,
@@ -150,10 +150,9 @@ class Run:
             with self.timeline.span("wait_for_rollout", self.version):
                 if self.synchronous:
                     await self.publications.settle()
-                    what = f"generate the batch of step {step}"
-                    await self._ask_producer("produce_batch", what, self.version, wait, timeout=wait + 10)
-                what = f"groups for step {step}"
-                batch: Batch = await self._ask_producer("next_batch", what, self.version, wait, timeout=wait + 10)
+                method = "produce_and_take" if self.synchronous else "next_batch"
+                what, patience = f"groups for step {step}", wait * (2 if self.synchronous else 1) + 10
+                batch: Batch = await self._ask_producer(method, what, self.version, wait, timeout=patience)
         finally:
             self._waiting = False
         self._lags.extend(batch.lags)
@@ -169,7 +168,7 @@ class Run:
         await self._ask_producer("stop", "stop generating", timeout=self.config.timeouts.shutdown_timeout)
 
     async def _ask_producer(self, method: str, what: str, *args: Any, timeout: float = 30.0) -> Any:
-        return await call(getattr(self.producer, method).remote(*args), f"rollout producer: {what}", timeout)
+        return await self.producer.ask(method, what, *args, timeout=timeout)
 
     # --- versions -------------------------------------------------------------------------------
 

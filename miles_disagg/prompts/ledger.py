@@ -84,6 +84,20 @@ class Ledger:
             del self._live[key]
             self._finished["trained"] += 1
 
+    def is_trained(self, key: str) -> bool:
+        """True if the prompt was trained on (and is not folded away yet)."""
+        return key in self._done and self._done[key].state == "trained"
+
+    def trained_elsewhere(self, keys: Iterable[str]) -> None:
+        """Enter prompts that were trained on after these books were saved, with all that came before that."""
+        for key in keys:
+            if key not in self._live:
+                self.handed_out(key)
+            steps = {"generating": self.generated, "in_flight": self.queued, "queued": self.taken}
+            while (step := steps.get(self._live[key].state)) is not None:
+                step(key)
+            self.trained([key])
+
     def dropped(self, key: str, reason: str) -> None:
         """The attempt is given up; it will never be trained on."""
         before = self._live[key].state if key in self._live else "unknown"

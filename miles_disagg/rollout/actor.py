@@ -209,10 +209,11 @@ class RolloutProducer:
     async def advance(self, version: int) -> None:
         self._producer.advance(version)
 
-    async def produce_batch(self, version: int, timeout: float) -> None:
+    async def produce_and_take(self, version: int, timeout: float) -> Batch:
         """Synchronous schedule: generate one batch at `version`."""
         groups = self._spec.options.batch_groups
         await self._producer.produce(groups, Constraint(min_version=version), timeout)
+        return await self.next_batch(version, timeout)
 
     async def next_batch(self, trainer_version: int, timeout: float) -> Batch:
         """The next batch, no staler than the bound; raises what ended production, if anything did."""
@@ -243,9 +244,11 @@ class RolloutProducer:
         """Cursor, ledger, buffer contents: JSON-able."""
         return self._producer.state()
 
-    async def load_state(self, state: dict[str, Any], version: int, consumed: int) -> None:
-        """Continue from `state` at the published `version`; before `start`."""
-        self._producer.load_state(state, version=version, consumed=consumed)
+    async def load_state(
+        self, state: dict[str, Any], version: int | None, consumed: int, trained: Sequence[str] = ()
+    ) -> None:
+        """Continue from `state` at the published `version`; before `start`. See `Producer.load_state`."""
+        self._producer.load_state(state, version=version, consumed=consumed, trained=trained)
 
     async def events(self) -> list[Event]:
         return self._timeline.drain()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from miles_disagg.buffer.base import Buffer, BufferClosed
@@ -184,6 +184,8 @@ class Producer:
         if self._retries:
             return self._retries.popleft()
         prompt = self._source.next_prompt()
+        while prompt is not None and self.ledger.is_trained(prompt.key):
+            prompt = self._source.next_prompt()  # the cursor is older than what was trained on: see `load_state`
         if prompt is not None and prompt.epoch > self._epoch:
             self._epoch = prompt.epoch
             self.ledger.fold(before_epoch=prompt.epoch - 1)
@@ -308,17 +310,22 @@ class Producer:
             "pacing": dataclasses.asdict(self._pacing),
         }
 
-    def load_state(self, state: Mapping[str, Any], *, version: int | None = None, consumed: int = 0) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], *, version: int | None = None, consumed: int = 0, trained: Iterable[str] = ()
+    ) -> None:
         """Continue from `state`, before anything is started. What was in flight then is handed out again.
 
         version: the published version, if it is another than when the state was made; what is queued but too old for
         it is handed out again too. consumed: groups that the trainer has taken since the last regular publication.
+        trained: prompts that were trained on after the state was made; they are not handed out again.
         """
+        trained = list(trained)
+        done = set(trained)
         saved, now = state["pacing"], self._pacing
         now.published, now.trainer_version, now.consumed = (
             saved[k] for k in ("published", "trainer_version", "consumed")
         )
-        queued = state["buffer"]["groups"]
+        queued = [g for g in state["buffer"]["groups"] if _key(g) not in done]
         if version is not None:
             now.published, now.trainer_version, now.consumed = version, version, consumed
             oldest = 0 if now.max_staleness is None else version - now.max_staleness
@@ -326,7 +333,12 @@ class Producer:
         self._source.load_state(state["source"])
         self._buffer.restore({**state["buffer"], "groups": queued})
         self.ledger.load_state(state["ledger"])
-        kept = [f"{g['prompt']['epoch']}:{g['prompt']['index']}" for g in queued]
-        lost = self.ledger.abandon("restart", keep=kept)
-        self._retries.extend(self._source.prompt(key) for key in [*lost, *state["retries"]])
+        self.ledger.trained_elsewhere(trained)
+        lost = self.ledger.abandon("restart", keep=[_key(g) for g in queued])
+        again = [key for key in [*lost, *state["retries"]] if key not in done]
+        self._retries.extend(self._source.prompt(key) for key in again)
         self.poison = dict(state["poison"])
+
+
+def _key(group: Mapping[str, Any]) -> str:
+    return f"{group['prompt']['epoch']}:{group['prompt']['index']}"

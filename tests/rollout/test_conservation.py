@@ -81,8 +81,10 @@ def assemble(rng: random.Random, faults: float, staleness: int | None) -> tuple[
     return producer, buffer, client
 
 
-async def train(producer: Producer, buffer: DataBuffer, client: FaultyClient, staleness, version: int, steps: int):
-    """Up to `steps` batches; returns the version reached and whether the data is over."""
+async def train(
+    producer: Producer, buffer: DataBuffer, client: FaultyClient, staleness, version: int, steps: int, keys: list[str]
+):
+    """Up to `steps` batches; the version reached and whether the data is over. `keys` gets what was trained on."""
     producer.start()
     for _ in range(steps):
         try:
@@ -94,6 +96,7 @@ async def train(producer: Producer, buffer: DataBuffer, client: FaultyClient, st
             assert all(0 <= lag <= staleness for lag in batch.lags)
         await asyncio.sleep(0)
         producer.trained(batch.keys)
+        keys += batch.keys
         version += 1
         client.version = version
         producer.advance(version)
@@ -103,19 +106,26 @@ async def train(producer: Producer, buffer: DataBuffer, client: FaultyClient, st
 
 @pytest.mark.parametrize("staleness", [0, 1, 4, None])
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_prompt_is_trained_on_or_listed_whatever_goes_wrong(seed, staleness):
+@pytest.mark.parametrize("books", ["of now", "of before"])
+async def test_every_prompt_is_trained_on_or_listed_whatever_goes_wrong(seed, staleness, books):
+    """`of before`: the producer dies, and only what was trained on since its books were handed over is known."""
     rng = random.Random(f"{seed}:{staleness}")
     producer, buffer, client = assemble(rng, rng.choice([0.0, 0.1, 0.4]), staleness)
     version, over, restarts = 0, False, 0
+    state, since = json.loads(json.dumps(producer.state())), []
     while not over:
-        version, over = await train(producer, buffer, client, staleness, version, rng.randint(2, 9))
+        version, over = await train(producer, buffer, client, staleness, version, rng.randint(2, 9), since)
         if not over:
-            state = json.loads(json.dumps(producer.state()))
+            if books == "of now" or rng.random() < 0.3:
+                state, since = json.loads(json.dumps(producer.state())), []
             await producer.stop()
             faults, restarts = client.faults, restarts + 1
             producer, buffer, client = assemble(rng, faults, staleness)
             client.version = version
-            producer.load_state(state)
+            if books == "of now":
+                producer.load_state(state)
+            else:
+                producer.load_state(state, version=version, trained=since)
             producer.ledger.check()
     totals = producer.ledger.totals()
     left = {g["prompt"]["index"] for g in buffer.snapshot()["groups"]}

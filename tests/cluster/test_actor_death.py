@@ -1,0 +1,49 @@
+"""Actors that are killed under a run: it goes on by itself, to the same books."""
+
+import time
+
+import psutil
+import pytest
+
+from tests.cluster import processes
+from tests.cluster.test_resume import balanced, steps_in
+from tests.cluster.test_train_command import Run
+
+
+def kill(run: Run, name: str) -> None:
+    """SIGKILL the one process below the driver whose command line has `name`."""
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    (process,) = [p for p in below if p.is_running() and name in " ".join(p.cmdline())]
+    process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_a_run_outlives_its_producer_and_trains_on_every_prompt_once(tiny_checkpoint, tmp_path, schedule):
+    run_dir = tmp_path / "run"
+    run = Run(tiny_checkpoint, run_dir, "--num-rollout", "16", "--save-interval", "4", "--schedule", schedule)
+    run.wait_for_steps(2, timeout=400)  # before the first checkpoint: nothing but the start is known
+    kill(run, "RolloutProducer")
+    run.wait_for_steps(7, timeout=400)
+    kill(run, "RolloutProducer")
+    assert run.wait(timeout=400) == 0, run.log.read_text()
+    summary = run.summary
+    assert (summary["status"], summary["steps"]) == ("completed", 16)
+    assert balanced(summary), summary
+    assert summary["ledger"]["trained"] == 4 * 16, "64 prompts, each trained on once"
+    assert sorted(set(steps_in(run_dir))) == list(range(16))
+    assert run.log.read_text().count("A new one takes up its books") == 2
+    assert "Traceback" not in run.log.read_text()
+    assert processes.gone(run.marker, timeout=60) == []
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_actor_of_its_engine(tiny_checkpoint, tmp_path):
+    run = Run(tiny_checkpoint, tmp_path / "run", "--num-rollout", "12")
+    run.wait_for_steps(2, timeout=400)
+    begun = time.monotonic()
+    kill(run, "ray::RolloutEngine")
+    run.wait_for_steps(8, timeout=400)
+    assert time.monotonic() - begun < 300
+    assert run.wait(timeout=400) == 0, run.log.read_text()
+    assert balanced(run.summary)
