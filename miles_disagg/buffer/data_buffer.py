@@ -121,6 +121,11 @@ class DataBuffer:
                 raise DeadlineExceeded(f"{n_groups} groups at version {trainer_version}", timeout, detail) from None
             return self._take(n_groups, trainer_version, self._clock() - begin)
 
+    async def drop_stale(self, trainer_version: int, max_staleness: int | None) -> None:
+        """Drop what could not be handed out at `trainer_version` any more."""
+        async with self._changed:
+            self._drop_stale(trainer_version, max_staleness)
+
     def _drop_stale(self, trainer_version: int, max_staleness: int | None) -> None:
         if max_staleness is None:
             return

@@ -263,6 +263,9 @@ def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpe
         groups_per_version=rollout.rollout_batch_size * pacing.update_weights_interval,
         granularity=pacing.rollout_submission_granularity,
         unused=pacing.async_unused_samples_handler,
+        over_sampling_groups=pacing.over_sampling_batch_size or rollout.rollout_batch_size,
+        partial=pacing.partial_rollout,
+        mask_old=pacing.mask_offpolicy_in_partial_rollout,
         put_timeout=config.timeouts.rollout_wait_timeout,
     )
     return ProducerSpec(

@@ -216,11 +216,13 @@ def _sglang(config: RunConfig) -> Iterator[str]:
 
 def _pacing(config: RunConfig) -> Iterator[str]:
     pacing, n = config.pacing, config.rollout.n_samples_per_prompt
-    if pacing.schedule == "async" and config.engines.pause_generation_mode == "abort":
+    abort = config.engines.pause_generation_mode == "abort"
+    if pacing.schedule == "async" and abort and not pacing.partial_rollout:
         yield (
             "--pause-generation-mode abort cannot be used with --schedule async: generation is always in flight and "
-            "every update would throw it away; use in_place or retract, or --schedule sync"
+            "every update would throw it away; use in_place or retract, --partial-rollout, or --schedule sync"
         )
+    yield from _partial_rollouts(config)
     in_flight = pacing.async_max_concurrent_samples
     if in_flight is not None and in_flight < n and pacing.rollout_submission_granularity == "group":
         yield (
@@ -233,6 +235,24 @@ def _pacing(config: RunConfig) -> Iterator[str]:
             f"--max-weight-staleness 0 with --update-weights-interval {pacing.update_weights_interval}: "
             "samples between two publications would never be fresh enough; set the interval to 1"
         )
+
+
+def _partial_rollouts(config: RunConfig) -> Iterator[str]:
+    pacing, batch = config.pacing, config.rollout.rollout_batch_size
+    more = pacing.over_sampling_batch_size
+    if more is not None and more < batch:
+        yield f"--over-sampling-batch-size {more} is below --rollout-batch-size {batch}: no batch would be complete"
+    if more is not None and pacing.schedule == "async":
+        yield (
+            "--over-sampling-batch-size needs --schedule sync: under async generation goes on all the time, and a "
+            "group that a filter drops is replaced at once; drop the flag"
+        )
+    if pacing.partial_rollout and pacing.max_weight_staleness == 0:
+        yield "--partial-rollout with --max-weight-staleness 0: what goes on is always too old; allow 1 or more"
+    if pacing.partial_rollout and pacing.schedule == "sync" and more is None:
+        yield "--partial-rollout under --schedule sync continues what --over-sampling-batch-size left over: give it too"
+    if pacing.mask_offpolicy_in_partial_rollout and not pacing.partial_rollout:
+        yield "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: give both"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:

@@ -130,6 +130,12 @@ class PacingConfig(Section):
     """Samples in flight; unset: one training batch."""
     rollout_submission_granularity: Literal["sample", "group"] = "group"
     """Start a group when all of its samples fit in flight, or sample by sample."""
+    over_sampling_batch_size: PositiveInt | None = None
+    """Groups started for a batch under --schedule sync; the first --rollout-batch-size that pass the filter are used."""
+    partial_rollout: bool = False
+    """An interrupted generation goes on later on its own tokens; under --schedule sync what over-sampling left."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Train only on the tokens that a sample's last version wrote."""
     async_data_buffer_capacity_factor: Annotated[float, Bounds(low=1)] = 2.0
     """Capacity of the buffer of finished groups, as a multiple of --rollout-batch-size."""
     async_unused_samples_handler: Literal["drop", "retry"] = "drop"

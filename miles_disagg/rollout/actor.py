@@ -31,6 +31,7 @@ from miles_disagg.prompts.tokenizer import load_tokenizer
 from miles_disagg.replica.activation import Activation
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.rollout.base import GenerationClient, RolloutOptions, SamplingOptions
+from miles_disagg.rollout.continuation import ContinuingClient
 from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.host import EngineHost, HostSpec
 from miles_disagg.rollout.pool import RolloutClient
@@ -184,10 +185,10 @@ class RolloutProducer:
         self._reward = RewardRunner(function, timeout=spec.reward_timeout, workers=spec.reward_workers)
         token = read_token(spec.token_file, "--rollout-auth-token-file")
         self._client = RolloutClient(spec.endpoint, api_key=token, timeout=spec.request_timeout, run_id=spec.run_id)
-        self._generate: GenerationClient = self._client
+        self._generate: GenerationClient = ContinuingClient(self._client) if spec.options.partial else self._client
         if spec.generate_path:
             plugged = import_function(spec.generate_path, "--custom-generate-function-path")
-            self._generate = PluggedClient(self._client, plugged, tokenizer)
+            self._generate = PluggedClient(self._generate, plugged, tokenizer)
         self._teachers = Teachers(spec.teacher) if spec.teacher else None
         taught = TaughtClient(self._generate, self._teachers) if self._teachers else self._generate
         chosen = import_function(spec.filter_path, "--dynamic-sampling-filter-path") if spec.filter_path else None

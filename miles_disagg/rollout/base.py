@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from miles_disagg.domain.errors import SampleRejected
 from miles_disagg.domain.samples import Prompt, Sample, SampleGroup
 from miles_disagg.domain.versions import Constraint
 
@@ -62,7 +63,10 @@ class RolloutOptions:
     (`group`) or when the next one does (`sample`). sample_attempts: generations tried for one sample before its group
     is given up. prompt_attempts: hand-outs of one prompt before it is skipped for good and listed.
     unused: whether a stale group's prompt is handed out again. failed_sample: what a sample that failed for good does
-    to its group. put_timeout: seconds that a full buffer is waited for before production ends with an error.
+    to its group. over_sampling_groups: groups started for one batch under the synchronous schedule (0: batch_groups).
+    partial: what is left of them goes on and counts for the next batch, instead of being ended. mask_old: train only
+    on the tokens that a sample's last version wrote. put_timeout: seconds that a full buffer is waited for before
+    production ends with an error.
     """
 
     batch_groups: int
@@ -75,6 +79,9 @@ class RolloutOptions:
     prompt_attempts: int = 3
     unused: Literal["drop", "retry"] = "drop"
     failed_sample: Literal["drop_group", "shrink_group"] = "drop_group"
+    over_sampling_groups: int = 0
+    partial: bool = False
+    mask_old: bool = False
     put_timeout: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -83,6 +90,12 @@ class RolloutOptions:
         for name in ("batch_groups", "n_samples_per_prompt", "sample_attempts", "prompt_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.over_sampling_groups == 0:
+            object.__setattr__(self, "over_sampling_groups", self.batch_groups)
+        if self.over_sampling_groups < self.batch_groups:
+            raise ValueError(
+                f"--over-sampling-batch-size {self.over_sampling_groups} is less than one batch of {self.batch_groups}"
+            )
         if self.groups_per_version < self.batch_groups:
             raise ValueError(
                 f"groups_per_version {self.groups_per_version} is less than one batch of {self.batch_groups}"
@@ -95,6 +108,14 @@ class RolloutOptions:
                 f"--async-max-concurrent-samples {self.max_concurrent_samples} is less than the {least} that "
                 f"--rollout-submission-granularity {self.granularity} starts at once"
             )
+
+
+class Interrupted(SampleRejected):
+    """The engine ended a generation early; `partial` is what there is (at least one token, finish reason `abort`)."""
+
+    def __init__(self, partial: Sample, detail: str):
+        self.partial = partial
+        super().__init__("aborted", detail)
 
 
 class GenerationClient(Protocol):

@@ -18,6 +18,7 @@ from miles_disagg.domain.samples import Prompt, Sample, SampleGroup
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.prompts.base import Reward
 from miles_disagg.rollout.base import GenerationClient, RolloutOptions, SamplingOptions
+from miles_disagg.rollout.continuation import only_newest
 from miles_disagg.rollout.slots import Slots
 
 
@@ -94,6 +95,8 @@ class GroupGenerator:
             try:
                 try:
                     sample = await self._generate(prompt, group_id, sample_id, trial, constraint)
+                    if self._options.mask_old:
+                        sample = only_newest(sample)
                 finally:
                     self._slots.release()
                 begin = time.monotonic()

@@ -23,7 +23,7 @@ from miles_disagg.domain.errors import (
 )
 from miles_disagg.domain.samples import FinishReason, Prompt, Sample
 from miles_disagg.domain.versions import Constraint, TokenSpan, normalise_spans
-from miles_disagg.rollout.base import SamplingOptions
+from miles_disagg.rollout.base import Interrupted, SamplingOptions
 
 _RETRIED = {409, 429, 502, 503, 504}
 _MAX_PAUSE = 10.0
@@ -187,11 +187,12 @@ def sample_from_answer(
     if not isinstance(answer, Mapping) or not isinstance(answer.get("meta_info"), Mapping):
         raise SampleRejected("malformed_answer", "no meta_info")
     meta = answer["meta_info"]
-    tokens, logprobs = _tokens_and_logprobs(answer, meta)
     finish = (meta.get("finish_reason") or {}).get("type")
-    if finish == "abort":
-        raise SampleRejected("aborted", str((meta["finish_reason"]).get("message", "the engine ended it")))
-    if finish not in ("stop", "length"):
+    ended = str(meta["finish_reason"].get("message", "the engine ended it")) if finish == "abort" else ""
+    if finish == "abort" and not meta.get("output_token_logprobs"):
+        raise SampleRejected("aborted", ended)
+    tokens, logprobs = _tokens_and_logprobs(answer, meta)
+    if finish not in ("stop", "length", "abort"):
         raise SampleRejected("malformed_answer", f"meta_info.finish_reason is {meta.get('finish_reason')!r}")
     if not tokens:
         raise SampleRejected("empty_completion", "no output token")
@@ -201,7 +202,7 @@ def sample_from_answer(
             raise SampleRejected(
                 "wrong_version", f"asked for {constraint}, token {span.first_token} is by {span.version}"
             )
-    return Sample(
+    sample = Sample(
         sample_id=sample_id,
         group_id=group_id,
         prompt=prompt,
@@ -215,6 +216,9 @@ def sample_from_answer(
         replica_id=str(meta.get("replica_id", "")),
         timings=dict(timings),
     )
+    if finish == "abort":
+        raise Interrupted(sample, ended)
+    return sample
 
 
 def _tokens_and_logprobs(

@@ -55,12 +55,13 @@ class Producer:
         self._pacing = Pacing(options.max_staleness, options.groups_per_version, version, version)
         self._retries: deque[Prompt] = deque()
         self._tasks: dict[asyncio.Task[None], tuple[Prompt, int]] = {}  # with the attempt
+        self._surplus: set[asyncio.Task[None]] = set()  # started for the batch, and not needed any more
         self._loop_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._paused = False
         self._held_back = 0  # finished groups that wait for room in the buffer
         self._failure: BaseException | None = None
-        self._queued_total = self._epoch = 0
+        self._epoch = 0
         self.poison: dict[str, str] = {}
         self.drop_reasons: Counter[str] = Counter()
         buffer.listen(self)
@@ -151,17 +152,23 @@ class Producer:
         self._buffer.set_ended(False)
 
     async def produce(self, n_groups: int, constraint: Constraint, timeout: float) -> None:
-        """Synchronous schedule: put exactly `n_groups` scored groups into the buffer, replacing those that fail.
+        """Synchronous schedule: see that `n_groups` scored, fresh groups are in the buffer, replacing those that fail.
 
-        DeadlineExceeded after `timeout` s; fewer groups, and the buffer marked as ended, when the data is over.
+        With over-sampling more are started at once; those that are not needed then are ended (`surplus`), or go on
+        for the next call (`partial`). DeadlineExceeded after `timeout` s; fewer groups, and the buffer marked as ended,
+        when the data is over.
         """
-        goal = self._queued_total + n_groups
+        started = n_groups + self._options.over_sampling_groups - self._options.batch_groups
         try:
             async with asyncio.timeout(timeout):
-                while self._queued_total < goal:
+                while True:
                     self.raise_failure()
                     self._changed.clear()
-                    while self._queued_total + len(self._tasks) < goal:
+                    if constraint.min_version is not None:
+                        await self._buffer.drop_stale(constraint.min_version, self._options.max_staleness)
+                    if len(self._buffer) >= n_groups:
+                        break
+                    while len(self._buffer) + len(self._tasks) < started:
                         prompt = self._next_prompt()
                         if prompt is None:
                             break
@@ -172,6 +179,16 @@ class Producer:
                     await self._changed.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"{n_groups} groups under {constraint}", timeout, self.upstream()) from None
+        if not self._options.partial:
+            await self._end_surplus()
+
+    async def _end_surplus(self) -> None:
+        """End what is still being generated; its prompts come again if the options say so."""
+        self._surplus.update(self._tasks)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._surplus.clear()
 
     # --- one group ----------------------------------------------------------------------------
 
@@ -202,8 +219,10 @@ class Producer:
         entry = self.ledger.entry(prompt.key)
         # A group that failed may have been handed out again before this callback ran: that attempt is another task's.
         if entry.attempt == attempt and entry.state in ("generating", "in_flight"):
-            self._drop(prompt, "stopped" if task.cancelled() else "crashed")
-            self._retries.append(prompt)
+            surplus = task in self._surplus
+            self._drop(prompt, "surplus" if surplus else "stopped" if task.cancelled() else "crashed")
+            if not surplus or self._options.unused == "retry":
+                self._retries.append(prompt)
         self._check(task)
         self._changed.set()
 
@@ -250,7 +269,6 @@ class Producer:
 
     def queued(self, group: SampleGroup) -> None:
         """The buffer accepted a group."""
-        self._queued_total += 1
         self.ledger.queued(group.prompt.key)
         self._changed.set()
 

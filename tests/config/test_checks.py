@@ -142,6 +142,11 @@ REFUSED = [
     ("--update-weight-local-checkpoint-dir s3://b", "must be a local directory"),
     # pacing
     ("--pause-generation-mode abort", "--pause-generation-mode abort cannot be used with --schedule async"),
+    ("--schedule sync --over-sampling-batch-size 8", "8 is below --rollout-batch-size 32"),
+    ("--over-sampling-batch-size 64", "--over-sampling-batch-size needs --schedule sync"),
+    ("--partial-rollout --max-weight-staleness 0", "--partial-rollout with --max-weight-staleness 0"),
+    ("--partial-rollout --schedule sync", "continues what --over-sampling-batch-size left over"),
+    ("--mask-offpolicy-in-partial-rollout", "has no effect without --partial-rollout"),
     ("--async-max-concurrent-samples 3", "--async-max-concurrent-samples 3 is below --n-samples-per-prompt 8"),
     ("--max-weight-staleness 0 --update-weights-interval 2", "set the interval to 1"),
     # trainer
@@ -232,6 +237,8 @@ def test_prompt_data_with_an_exact_reward_needs_a_label_key():
     "flags",
     [
         "--pause-generation-mode abort --schedule sync",
+        "--pause-generation-mode abort --partial-rollout --mask-offpolicy-in-partial-rollout",
+        "--schedule sync --over-sampling-batch-size 64 --partial-rollout",
         "--update-weight-transfer-mode disk-delta --update-weight-encoding sparse --update-weight-anchor-interval 10",
         "--update-weight-mode delta --update-weight-transport disk --update-weight-transfer-mode disk-delta",
         "--update-weight-mode delta --update-weight-transport broadcast",

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import pytest
+from aiohttp import web
 
 from miles_disagg.buffer.base import Batch, EndOfData
 from miles_disagg.buffer.data_buffer import DataBuffer
@@ -16,7 +17,7 @@ from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.pool import RolloutClient
 from miles_disagg.rollout.producer import Producer
-from tests.fakes.rollout_gateway import FakeGateway
+from tests.fakes.rollout_gateway import FakeGateway, make_answer
 from tests.fakes.samples import CountingSource, make_prompt
 
 SAMPLING = SamplingOptions(max_new_tokens=4)
@@ -274,6 +275,70 @@ async def test_the_synchronous_schedule_replaces_groups_that_fail():
     async with Rig(reward=reward, prompt_attempts=1, sample_attempts=1) as rig:
         await rig.producer.produce(2, ANY_VERSION, timeout=10)
         assert len((await rig.batch(0)).groups) == 2
+
+
+class SlowGateway(FakeGateway):
+    """Answers prompts from index 2 on only when `released`."""
+
+    def __init__(self):
+        super().__init__()
+        self.released = asyncio.Event()
+
+    async def generate(self, request):
+        rid = (await request.json())["rid"]
+        start = self.version
+        if int(rid.rsplit(":", 1)[1].partition("#")[0]) >= 2:
+            await self.released.wait()
+        response = await super().generate(request)
+        if start != self.version:
+            return web.json_response(make_answer(start, self.version))
+        return response
+
+
+@pytest.mark.parametrize("unused", ["drop", "retry"])
+async def test_over_sampling_takes_the_first_and_ends_the_rest(unused):
+    rig = Rig(max_staleness=1, over_sampling_groups=4, unused=unused)
+    rig.gateway = SlowGateway()
+    async with rig:
+        await rig.producer.produce(2, Constraint(min_version=0), timeout=10)
+        assert sorted((await rig.batch(0)).keys) == ["0:0", "0:1"]
+        assert rig.ledger.totals()["failed"] == {"surplus": 2}
+        assert rig.ledger.totals()["generating"] == 0
+        rig.gateway.released.set()
+        await rig.producer.produce(2, Constraint(min_version=0), timeout=10)
+        again = {"0:2", "0:3"} & {key for key in (f"0:{i}" for i in range(8)) if rig.ledger.attempts(key) == 2}
+        assert again == ({"0:2", "0:3"} if unused == "retry" else set())
+
+
+async def test_partial_rollouts_go_on_over_a_new_version_and_count_for_the_next_batch():
+    rig = Rig(max_staleness=1, over_sampling_groups=4, partial=True, mask_old=True)
+    rig.gateway = SlowGateway()
+    async with rig:
+        await rig.producer.produce(2, Constraint(min_version=0), timeout=10)
+        assert sorted((await rig.batch(0)).keys) == ["0:0", "0:1"]
+        assert rig.ledger.totals()["generating"] == 2, "still with the engines"
+        rig.gateway.version = 1
+        asyncio.get_running_loop().call_later(0.05, rig.gateway.released.set)
+        await rig.producer.produce(2, Constraint(min_version=1), timeout=10)
+        batch = await rig.batch(1)
+        assert {"0:2", "0:3"} <= set(batch.keys)
+        kept = [s for g in batch.groups if g.prompt.index in (2, 3) for s in g.samples]
+        assert [s.lag(1) for s in kept] == [1] * 4
+        assert {s.loss_mask for s in kept} == {(0, 0, 1, 1)}
+
+
+async def test_what_went_on_for_too_long_is_replaced_in_the_synchronous_schedule():
+    rig = Rig(max_staleness=1, over_sampling_groups=4, partial=True)
+    rig.gateway = SlowGateway()
+    async with rig:
+        await rig.producer.produce(2, Constraint(min_version=0), timeout=10)
+        await rig.batch(0)
+        rig.gateway.version = 3
+        rig.gateway.released.set()
+        await rig.producer.produce(2, Constraint(min_version=3), timeout=10)
+        batch = await rig.batch(3)
+        assert batch.lags == [0] * 4
+        assert rig.ledger.totals()["dropped"] == {"stale": 2}
 
 
 async def test_data_that_ends_within_a_batch_is_told():

@@ -180,11 +180,14 @@ def save_and_go_on(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSampl
         trainer.close()
 
 
-def load_and_go_on(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> dict[str, Any]:
-    """One step in another direction, load, two steps."""
+def load_and_go_on(
+    rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str, fresh: bool = False
+) -> dict[str, Any]:
+    """One step in another direction (unless `fresh`, as a restarted run is), load, two steps."""
     trainer = MegatronTrainer(spec, rank)
     try:
-        trainer.sft_step(list(batch)[:2])
+        if not fresh:
+            trainer.sft_step(list(batch)[:2])
         trainer.load_checkpoint(directory)
         return {"steps": [dict(trainer.sft_step(batch)) for _ in range(2)], "trained": exported(trainer)}
     finally:

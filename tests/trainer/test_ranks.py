@@ -112,10 +112,14 @@ def pair(
         "loaded at TP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"], tp=2)}),
         "loaded at PP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"], pp=2)}),
         "loaded at DP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"])}),
+        "fresh at TP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"], tp=2), "fresh": True}),
+        "fresh at DP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"]), "fresh": True}),
         "saved at PP2": Job("save_and_go_on", again | {"spec": spec_of(models["fp32"], pp=2)}),
         "PP2 to PP2": Job("load_and_go_on", again | {"spec": spec_of(models["fp32"], pp=2)}),
+        "PP2 to fresh PP2": Job("load_and_go_on", again | {"spec": spec_of(models["fp32"], pp=2), "fresh": True}),
         "PP2 to DP2": Job("load_and_go_on", again | {"spec": spec_of(models["fp32"])}),
         "saved, plain": Job("save_and_go_on", plain | {"spec": plainly}),
+        "plain to fresh plain": Job("load_and_go_on", plain | {"spec": plainly, "fresh": True}),
         "plain to plain": Job("load_and_go_on", plain | {"spec": plainly}),
         "bf16, TP2": Job("sft", {"spec": spec_of(models["bf16"], tp=2, dtype="bf16"), "batch": BATCH, "steps": 3}),
         "bf16, PP2": Job("sft", {"spec": spec_of(models["bf16"], pp=2, dtype="bf16"), "batch": BATCH, "steps": 3}),
@@ -186,7 +190,10 @@ def test_transformers_is_right_in_a_process_that_has_the_shim(
     np.testing.assert_allclose(alone["transformers"][0], expected, atol=1e-5)
 
 
-CONTINUED = ["loaded at TP2", "loaded at PP2", "loaded at DP2", "PP2 to PP2", "PP2 to DP2", "plain to plain"]
+CONTINUED = [
+    *("loaded at TP2", "loaded at PP2", "loaded at DP2", "PP2 to PP2", "PP2 to DP2", "plain to plain"),
+    *("fresh at TP2", "fresh at DP2", "PP2 to fresh PP2", "plain to fresh plain"),  # as a run that was restarted
+]
 
 
 @pytest.mark.parametrize("job", CONTINUED)

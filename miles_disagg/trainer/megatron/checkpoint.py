@@ -84,6 +84,9 @@ def load(
     if saved["architecture"] != common["architecture"]:
         message = f"holds a {saved['architecture']}, this trainer has a {common['architecture']}"
         raise CheckpointError(message, file=directory)
+    if distributed_optimizer:
+        for one in _parts(optimizer):
+            _make_adam_states(one.optimizer)
     state: Any = dist_checkpointing.load(
         _sharded(model, optimizer, common, distributed_optimizer, loading=True), directory
     )
@@ -102,6 +105,19 @@ def load(
 
 def _parts(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _make_adam_states(adam: Any) -> None:
+    """Give torch's Adam the states that its first step would make: Megatron asks a fresh one for its step count."""
+    if not isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
+        return
+    for parameter in (p for group in adam.param_groups for p in group["params"]):
+        if not adam.state[parameter]:
+            adam.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
 
 
 def _keep_adam_steps(optimizer: Any) -> None:
