@@ -131,7 +131,7 @@ class PacingConfig(Section):
     rollout_submission_granularity: Literal["sample", "group"] = "group"
     """Start a group when all of its samples fit in flight, or sample by sample."""
     over_sampling_batch_size: PositiveInt | None = None
-    """Groups started for a batch under --schedule sync; the first --rollout-batch-size that pass the filter are used."""
+    """Groups started for a batch under --schedule sync; the first --rollout-batch-size that are kept are used."""
     partial_rollout: bool = False
     """An interrupted generation goes on later on its own tokens; under --schedule sync what over-sampling left."""
     mask_offpolicy_in_partial_rollout: bool = False
