@@ -12,7 +12,9 @@ from miles_disagg.buffer.data_buffer import DataBuffer
 from miles_disagg.domain.errors import DeadlineExceeded
 from miles_disagg.domain.versions import ANY_VERSION, Constraint
 from miles_disagg.prompts.ledger import Ledger
+from miles_disagg.prompts.quickstart import make_tokenizer
 from miles_disagg.prompts.reward import RewardRunner, exact
+from miles_disagg.prompts.source import DataOptions, DatasetSource
 from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.pool import RolloutClient
@@ -339,6 +341,34 @@ async def test_what_went_on_for_too_long_is_replaced_in_the_synchronous_schedule
         batch = await rig.batch(3)
         assert batch.lags == [0] * 4
         assert rig.ledger.totals()["dropped"] == {"stale": 2}
+
+
+async def test_a_generation_that_never_returns_is_a_timeout_by_name_and_training_goes_on():
+    rig = Rig(max_staleness=None, sample_attempts=1, prompt_attempts=2)
+    rig.gateway = SlowGateway()  # prompts from index 2 on hang for ever
+    async with rig:
+        rig.client._timeout = 0.2
+        rig.producer.start()
+        assert sorted((await rig.batch(0)).keys) == ["0:0", "0:1"]
+        with pytest.raises(DeadlineExceeded, match="prompts given up, last: timeout: "):
+            await rig.batch(0, timeout=3)
+        assert rig.ledger.totals()["failed"]["timeout"] >= 2
+        assert "0:2" in rig.producer.poison
+        assert rig.ledger.attempts("0:2") == 2
+
+
+async def test_data_smaller_than_a_batch_goes_on_into_the_next_epochs(tmp_path):
+    rows = tmp_path / "three.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+0=", "label": "7"}) + "\n" for i in range(3)))
+    options = DataOptions(input_key="prompt", label_key="label", epochs=4, seed=5)
+    source = DatasetSource.from_files([str(rows)], make_tokenizer(), options)
+    async with Rig(source=source, batch_groups=5, max_staleness=None, capacity=8) as rig:
+        rig.producer.start()
+        keys = [key for batch in await rig.train(2) for key in batch.keys]
+        assert sorted(set(keys)) == sorted(keys), "a prompt of an epoch is trained on once"
+        assert {key.partition(":")[0] for key in keys} == {"0", "1", "2", "3"}
+        with pytest.raises(EndOfData, match="2 groups are left"):
+            await rig.batch(2)
 
 
 async def test_data_that_ends_within_a_batch_is_told():
