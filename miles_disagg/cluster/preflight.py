@@ -122,6 +122,7 @@ def _plugins(config: RunConfig) -> Iterator[str]:
     functions = ("custom_advantage_function_path", "custom_loss_function_path")
     owners = [*((config.plugins, f) for f in type(config.plugins).model_fields), *((config.weights, f) for f in hooks)]
     owners += [(config.loss, f) for f in functions]
+    owners.append((config.evaluation, "eval_function_path"))
     for section, field in owners:
         path = getattr(section, field)
         if path is not None:

@@ -18,6 +18,7 @@ from miles_disagg.buffer.base import Batch
 from miles_disagg.cluster import checkpoints
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.evaluation import Evaluations
+from miles_disagg.cluster.external_evaluation import ExternalEvaluation
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import Publications
@@ -61,6 +62,7 @@ class Run:
         self._identity, self._continued = identity, continued
         self.steps_done = continued.step if continued else 0
         state = continued.state if continued else None
+        self._external = _external_evaluation(config)
         logger = config.plugins.custom_eval_rollout_log_function_path
         self._evaluations = Evaluations(
             self._evaluate, trackers, console.say, run_dir,
@@ -213,6 +215,8 @@ class Run:
     async def _evaluate(self, constraint: Constraint) -> dict[str, float]:
         timeout = self.config.timeouts.rollout_wait_timeout
         with self.timeline.span("evaluate", constraint.exact_version):
+            if self._external is not None:
+                return await self._external(constraint, timeout)
             what = f"evaluate {constraint}"
             return await self._ask_producer("evaluate", what, constraint, timeout, timeout=timeout + 10)
 
@@ -307,3 +311,11 @@ class Run:
             lag_mean=fmean(self._lags) if self._lags else None,
             pause_ms=median(self.publications.pauses) * 1000 if self.publications.pauses else None,
         )
+
+
+def _external_evaluation(config: RunConfig) -> ExternalEvaluation | None:
+    path = config.evaluation.eval_function_path
+    if path is None:
+        return None
+    function, scratch = import_function(path, "--eval-function-path"), config.run_dir / "evaluation"
+    return ExternalEvaluation(function, config.version_store, config.run_id, config.checkpoint.absolute(), scratch)

@@ -108,7 +108,12 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield "--eval-prompt-data takes pairs of a name and a file: NAME PATH [NAME PATH ...]"
     if evaluation.eval_prompt_data and evaluation.eval_interval is None:
         yield "--eval-prompt-data has no effect without --eval-interval: give both"
-    if evaluation.eval_interval and not evaluation.eval_prompt_data and not data.task:
+    if evaluation.eval_function_path:
+        if evaluation.eval_interval is None:
+            yield "--eval-function-path has no effect without --eval-interval: give both"
+        if config.weights.transport != "disk":
+            yield "--eval-function-path reads versions from the store: use --update-weight-transport disk"
+    elif evaluation.eval_interval and not evaluation.eval_prompt_data and not data.task:
         yield "--eval-interval needs held-out prompts: give --eval-prompt-data NAME PATH"
     if config.rollout.n_samples_per_prompt < 2 and config.loss.compares_samples:
         yield (

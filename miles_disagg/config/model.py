@@ -77,6 +77,8 @@ class EvalConfig(Section):
     """Longest evaluated completion in tokens; unset: --rollout-max-response-len."""
     eval_overflow: Literal["skip", "wait"] = "skip"
     """An evaluation that is due while the last one still runs: skipped with its reason, or training waits."""
+    eval_function_path: str | None = None
+    """Function of an exported checkpoint and its version, instead of asking the engines; needs versions on disk."""
     skip_eval_before_train: bool = False
     """Do not evaluate the base model first."""
 

@@ -146,6 +146,11 @@ REFUSED = [
     ("--over-sampling-batch-size 64", "--over-sampling-batch-size needs --schedule sync"),
     ("--partial-rollout --max-weight-staleness 0", "--partial-rollout with --max-weight-staleness 0"),
     ("--partial-rollout --schedule sync", "continues what --over-sampling-batch-size left over"),
+    ("--eval-function-path a.b", "--eval-function-path has no effect without --eval-interval"),
+    (
+        "--eval-function-path a.b --eval-interval 5 --update-weight-transfer-mode broadcast",
+        "--eval-function-path reads versions from the store",
+    ),
     ("--mask-offpolicy-in-partial-rollout", "has no effect without --partial-rollout"),
     ("--async-max-concurrent-samples 3", "--async-max-concurrent-samples 3 is below --n-samples-per-prompt 8"),
     ("--max-weight-staleness 0 --update-weights-interval 2", "set the interval to 1"),
