@@ -109,6 +109,10 @@ class Buffer(Protocol):
         """
         ...
 
+    async def drop_stale(self, trainer_version: int, max_staleness: int | None) -> None:
+        """Drop what could not be handed out at `trainer_version` any more."""
+        ...
+
     def set_ended(self, ended: bool) -> None:
         """The producer has no more prompts, or has some again."""
         ...
