@@ -11,8 +11,9 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from miles_disagg.cluster.calls import call
 from miles_disagg.cluster.connect import cluster, incarnation, reserved
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.fleet import Fleet
+from miles_disagg.cluster.frozen import serving
 from miles_disagg.cluster.peer import PeerChannel
 from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
@@ -145,8 +147,19 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         )
         ranks = plan.trainer.slots * len(plan.trainer.bundles)
         console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s)")
+        served = await stack.enter_async_context(
+            serving(
+                specs.frozen_engines(config, plan),
+                plan.placeholders,
+                run_id=config.run_id,
+                placement_timeout=config.timeouts.placement_timeout,
+                shutdown_timeout=config.timeouts.shutdown_timeout,
+            )
+        )
+        for name, urls in served.items():
+            console.say(f"frozen model {name}: {', '.join(urls)}")
         trainer = await _start_together(config, plan, placement, fleet, stack)
-        producer = await _producer(config, endpoint, base, console.say, stack)
+        producer = await _producer(config, endpoint, base, console.say, stack, served)
         if continued is not None and continued.checkpoint is not None:
             await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
             console.say(f"continuing after step {continued.step} from {continued.checkpoint}")
@@ -268,9 +281,14 @@ async def _start_together(
 
 
 async def _producer(
-    config: RunConfig, endpoint: str, base: VersionRef, say: Callable[[str], None], stack: AsyncExitStack
+    config: RunConfig,
+    endpoint: str,
+    base: VersionRef,
+    say: Callable[[str], None],
+    stack: AsyncExitStack,
+    served: Mapping[str, tuple[str, ...]],
 ) -> RemoteProducer:
-    spec = specs.producer_spec(config, endpoint, base.version)
+    spec = replace(specs.producer_spec(config, endpoint, base.version), models=served)
     producer = RemoteProducer(
         lambda: _start_here(RolloutProducer, config.run_id, "rollout-producer", spec),
         config.timeouts.trainer_start_timeout,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from miles_disagg.buffer.data_buffer import capacity_groups
 from miles_disagg.cluster.fleet import FleetTimeouts, Member
+from miles_disagg.cluster.frozen import FrozenMember
 from miles_disagg.cluster.peer import PeerSettings
 from miles_disagg.cluster.preflight import data_options
-from miles_disagg.config.placement import PlacementPlan
+from miles_disagg.config.placement import EngineUnit, PlacementPlan
 from miles_disagg.config.run import RunConfig
 from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.versions import VersionRef
@@ -21,6 +22,7 @@ from miles_disagg.replica.listen import Listen
 from miles_disagg.replica.peer import PeerOptions
 from miles_disagg.rollout.actor import ProducerSpec, StagingSpec
 from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
+from miles_disagg.rollout.frozen import FrozenSpec
 from miles_disagg.rollout.host import EngineCommand, HostSpec
 from miles_disagg.rollout.teacher import TeacherSpec
 from miles_disagg.store.checkout import companion_files
@@ -169,11 +171,12 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
     engines, weights = config.engines, config.weights
     model = ModelFacts.read(config.checkpoint)
     api_key = read_token(engines.rollout_auth_token_file, "--rollout-auth-token-file")
-    device = "cuda" if engines.rollout_num_gpus else "cpu"
-    names = [f"engine-{i}" for i in range(len(plan.engines) or len(engines.rollout_external_engine_addrs))]
+    units = [group.unit for group in plan.engines]
+    names = [u.name for u in units if u] or [f"engine-{i}" for i in range(len(engines.rollout_external_engine_addrs))]
     members = []
     for i, name in enumerate(names):
-        command = _engine_command(config, name, device, model) if plan.engines else None
+        unit = units[i] if units else None
+        command = engine_command(config, unit, model) if unit else None
         address = None if plan.engines else f"http://{engines.rollout_external_engine_addrs[i].removeprefix('http://')}"
         staging = None
         if weights.transport == "disk":
@@ -197,8 +200,7 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
             peer=peer_options(config) if weights.transport == "p2p" else None,
         )
         group = plan.engines[i] if plan.engines else None
-        ranks = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 1
-        members.append(Member(spec, staging, group, num_ranks=ranks))
+        members.append(Member(spec, staging, group, num_ranks=max(1, unit.gpus) if unit else 1))
     return members
 
 
@@ -213,26 +215,42 @@ def _rollout_dtype(config: RunConfig, model: ModelFacts) -> str:
     return _DTYPES.get(config.engines.rollout_dtype, model.dtype)
 
 
-def _engine_command(config: RunConfig, name: str, device: str, model: ModelFacts) -> EngineCommand:
+def engine_command(config: RunConfig, unit: EngineUnit, model: ModelFacts) -> EngineCommand:
+    """How a managed engine is started. model: facts of the checkpoint that it serves."""
     engines = config.engines
-    args = ["--dtype", _rollout_dtype(config, model)]  # SGLang's own auto serves float32 checkpoints in float16
+    # SGLang's own auto serves float32 checkpoints in float16
+    args = ["--dtype", _rollout_dtype(config, model) if unit.updates else model.dtype]
     if engines.rollout_engine == "sglang":
-        if engines.rollout_num_gpus:
-            args += ["--tp-size", str(engines.rollout_num_gpus_per_engine)]
+        if unit.gpus:
+            args += ["--tp-size", str(unit.gpus)]
         args += engines.sglang_argv()
     else:
         share = -(-config.max_concurrent_samples // max(1, engines.num_managed_engines))
         args += ["--max-running-requests", str(min(256, max(16, share)))]
         if engines.rollout_decode_interval:
             args += ["--decode-interval", str(engines.rollout_decode_interval)]
+    args += [part for name, values in unit.overrides.items() for part in (f"--{name}", *values)]
     return EngineCommand(
         kind=engines.rollout_engine,
-        model_path=str(config.checkpoint.absolute()),
-        device=device,
-        log_path=config.run_dir / "logs" / f"{name}.log",
+        model_path=unit.path or str(config.checkpoint.absolute()),
+        device="cuda" if unit.gpus else "cpu",
+        log_path=config.run_dir / "logs" / f"{unit.name}.log",
         python=engines.sglang_python,
         args=tuple(args),
     )
+
+
+def frozen_engines(config: RunConfig, plan: PlacementPlan) -> list[FrozenMember]:
+    """One member per engine of a model that is never updated."""
+    members = []
+    for group in plan.frozen:
+        assert group.unit is not None
+        facts = ModelFacts.read(Path(group.unit.path) if group.unit.path else config.checkpoint)
+        command = engine_command(config, group.unit, facts)
+        loopback = config.cluster.gateway_host in ("127.0.0.1", "localhost", "::1")
+        spec = FrozenSpec(group.unit.name, command, loopback, config.timeouts.engine_start_timeout)
+        members.append(FrozenMember(group.unit.model, spec, group))
+    return members
 
 
 def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpec:

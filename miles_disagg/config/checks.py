@@ -15,12 +15,12 @@ from miles_disagg.config.base import bounds_of
 from miles_disagg.config.flags import CONFIG_FILE, SGLANG_PREFIX, closest, flag, load_files, section_of
 from miles_disagg.config.loss_checks import loss
 from miles_disagg.config.machine import Machine, port_problem
-from miles_disagg.config.placement import plan_placement
+from miles_disagg.config.placement import GroupPlan, plan_placement, policy_engines
 from miles_disagg.config.resolve import is_url, joins_cluster, resolve
 from miles_disagg.config.run import RunConfig
 from miles_disagg.config.secrets import token_problems
 from miles_disagg.config.weight_checks import weights
-from miles_disagg.domain.errors import InvalidVersionRef
+from miles_disagg.domain.errors import ConfigError, InvalidVersionRef
 from miles_disagg.domain.versions import check_run_id
 
 REWARDS = ("exact", "math", "reasoning-gym", "remote_rm")
@@ -42,6 +42,9 @@ def check(config: RunConfig, machine: Machine | None = None, environ: Mapping[st
     """
     problems = list(_out_of_range(config).values())
     config = within_range(config)
+    if found := list(_server_groups(config)):
+        problems.extend(found)
+        config = config.replace(sglang_config=None)
     for rule in (_required, _data, _topology, _sglang, weights, _pacing, _trainer, loss, _outputs):
         problems.extend(rule(config))
     problems.extend(_addresses(config))
@@ -166,6 +169,41 @@ def _topology(config: RunConfig) -> Iterator[str]:
     yield from _sharing(config)
     if engines.rollout_engine == "embedded" and each > 1:
         yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs per engine"
+
+
+def _server_groups(config: RunConfig) -> Iterator[str]:
+    """--sglang-config: readable, and not contradicted by the flags that it replaces."""
+    engines = config.engines
+    path = engines.sglang_config
+    if path is None:
+        return
+    if engines.topology != "managed":
+        other = "--rollout-external" if engines.topology == "attached" else "--rollout-endpoint"
+        yield f"--sglang-config starts engines, but this run starts none ({other}): drop one of them"
+        return
+    if engines.rollout_num_gpus:
+        yield "--rollout-num-gpus and --sglang-config both say which engines there are: drop --rollout-num-gpus"
+    try:
+        units = policy_engines(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if engines.num_rollout_engines not in (None, len(units)):
+        yield (
+            f"--num-rollout-engines {engines.num_rollout_engines} contradicts --sglang-config, which has {len(units)} "
+            "engine(s) of the policy: drop it"
+        )
+    if engines.rollout_engine == "embedded" and any(group.unit and group.unit.gpus > 1 for group in _planned(config)):
+        yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs per engine"
+    if any(group.unit and group.unit.gpus > config.cluster.num_gpus_per_node for group in _planned(config)):
+        yield (
+            "--sglang-config: num_gpus_per_engine is above --num-gpus-per-node "
+            f"{config.cluster.num_gpus_per_node}: engines of a file live on one node"
+        )
+
+
+def _planned(config: RunConfig) -> tuple[GroupPlan, ...]:
+    return plan_placement(config).groups[1:]
 
 
 def _sharing(config: RunConfig) -> Iterator[str]:

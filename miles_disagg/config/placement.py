@@ -1,12 +1,15 @@
 """Which placement groups a run needs: a pure plan, printed by --dry-run and carried out by `cluster`.
 
-One group for the trainer, one for each managed engine. Reserving them on Ray is `cluster.placement`.
+One group for the trainer, one for each managed engine (frozen models' and placeholders
+included). Reserving them on Ray is `cluster.placement`.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from miles_disagg.config.run import RunConfig
+from miles_disagg.config.server_groups import ServedModel, ServerGroup, read_server_groups
 
 # Enough to tie a bundle to marked nodes without ever using the mark up.
 _MARK = 0.001
@@ -27,14 +30,27 @@ class Bundle:
 
 
 @dataclass(frozen=True)
+class EngineUnit:
+    """One engine to launch. model: its name in the file; path: its checkpoint, None: the run's; gpus: 0 on CPU."""
+
+    name: str
+    model: str
+    path: str | None
+    updates: bool
+    gpus: int
+    overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """One placement group. `slots` processes (ranks or server nodes) live in each bundle."""
 
     name: str
-    role: Literal["trainer", "engine"]
+    role: Literal["trainer", "engine", "frozen engine", "placeholder"]
     strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]
     bundles: tuple[Bundle, ...]
     slots: int
+    unit: EngineUnit | None = None
 
     def bundle_of(self, rank: int) -> int:
         """Index of the bundle that `rank` lives in."""
@@ -43,16 +59,21 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """All placement groups of a run; `engines` is empty in the attached and service topologies."""
+    """All placement groups of a run; `engines` is empty in the attached and service topologies.
+
+    frozen: engines of models that are never updated; placeholders: reserved for others, nothing is started there.
+    """
 
     trainer: GroupPlan
     engines: tuple[GroupPlan, ...]
     device: Literal["cpu", "cuda", "auto"]
+    frozen: tuple[GroupPlan, ...] = ()
+    placeholders: tuple[GroupPlan, ...] = ()
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
         """Trainer first, then engines."""
-        return (self.trainer, *self.engines)
+        return (self.trainer, *self.engines, *self.frozen, *self.placeholders)
 
     def total(self) -> dict[str, float]:
         """Resources of all groups together."""
@@ -66,8 +87,13 @@ class PlacementPlan:
     def describe(self) -> str:
         """One line a kind of group, for people."""
         lines = [_describe(self.trainer, 1, f"{len(self.trainer.bundles) * self.trainer.slots} rank(s)")]
-        if self.engines:
-            lines.append(_describe(self.engines[0], len(self.engines), f"{len(self.engines)} engine(s)"))
+        alike: dict[str, list[GroupPlan]] = {}
+        for group in self.groups[1:]:
+            alike.setdefault(f"{group.role}, {group.unit and group.unit.model}, {group.bundles}", []).append(group)
+        for groups in alike.values():
+            unit = groups[0].unit
+            of = "" if unit is None or unit.updates else f" of {unit.model}"
+            lines.append(_describe(groups[0], len(groups), f"{len(groups)} engine(s){of}"))
         total = ", ".join(f"{amount:g} {name}" for name, amount in self.total().items() if amount >= 0.01)
         return "\n".join([*lines, f"in all: {total}"])
 
@@ -78,7 +104,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     Trainer: one bundle a node with all its ranks' GPUs (or cores) and a core for each GPU rank, nodes spread strictly.
     Engine: one bundle, or one a node when it is larger than --num-gpus-per-node.
     """
-    trainer, engines, cluster = config.trainer, config.engines, config.cluster
+    trainer, cluster = config.trainer, config.cluster
     ranks = trainer.actor_num_gpus_per_node
     on_gpu = trainer.trainer_device == "cuda"
     node = Bundle(
@@ -93,24 +119,59 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
         bundles=(node,) * trainer.actor_num_nodes,
         slots=ranks,
     )
-    per_engine = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 0
-    nodes = max(1, -(-per_engine // cluster.num_gpus_per_node))
+    plans: dict[str, list[GroupPlan]] = {"engine": [], "frozen engine": [], "placeholder": []}
+    for role, unit in _units(config):
+        plans[role].append(_engine_group(config, role, unit))
+    parts = tuple(plans["engine"]), trainer.trainer_device, tuple(plans["frozen engine"]), tuple(plans["placeholder"])
+    return PlacementPlan(trainer_group, *parts)
+
+
+def policy_engines(config: RunConfig) -> list[EngineUnit]:
+    """The managed engines that serve the policy."""
+    return [unit for role, unit in _units(config) if role == "engine"]
+
+
+def _units(config: RunConfig) -> Iterator[tuple[Literal["engine", "frozen engine", "placeholder"], EngineUnit]]:
+    """Every engine of the run with its role, named by number (the policy's) or by model and number."""
+    engines = config.engines
+    if engines.sglang_config is None:
+        gpus = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 0
+        models = (ServedModel("policy", None, True, (ServerGroup("regular", engines.num_managed_engines, gpus),)),)
+    else:
+        models = read_server_groups(engines.sglang_config, config.model.hf_checkpoint)
+    for model in models:
+        count, places = 0, 0
+        prefix = "engine" if model.updates else model.name
+        for group in model.groups:
+            for _ in range(group.engines):
+                if group.worker_type == "placeholder":
+                    name, places = f"{prefix}-placeholder-{places}", places + 1
+                    yield "placeholder", EngineUnit(name, model.name, model.path, False, group.gpus)
+                    continue
+                role = "engine" if model.updates else "frozen engine"
+                unit = EngineUnit(
+                    f"{prefix}-{count}", model.name, model.path, model.updates, group.gpus, group.overrides
+                )
+                yield role, unit
+                count += 1
+
+
+def _engine_group(config: RunConfig, role: Any, unit: EngineUnit) -> GroupPlan:
+    engines, cluster = config.engines, config.cluster
+    nodes = max(1, -(-unit.gpus // cluster.num_gpus_per_node))
     bundle = Bundle(
         cpus=engines.rollout_cpus_per_engine,
-        gpus=per_engine / nodes * engines.rollout_gpu_fraction,
+        gpus=unit.gpus / nodes * engines.rollout_gpu_fraction,
         custom=_mark(cluster.rollout_node_resource),
     )
-    groups = tuple(
-        GroupPlan(
-            name=f"{config.output.run_id}-engine-{index}",
-            role="engine",
-            strategy="STRICT_PACK" if nodes == 1 else "STRICT_SPREAD",
-            bundles=(bundle,) * nodes,
-            slots=1,
-        )
-        for index in range(engines.num_managed_engines)
+    return GroupPlan(
+        name=f"{config.output.run_id}-{unit.name}",
+        role=role,
+        strategy="STRICT_PACK" if nodes == 1 else "STRICT_SPREAD",
+        bundles=(bundle,) * nodes,
+        slots=1,
+        unit=unit,
     )
-    return PlacementPlan(trainer_group, groups, trainer.trainer_device)
 
 
 def _mark(resource: str | None) -> dict[str, float]:

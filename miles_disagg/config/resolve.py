@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from miles_disagg.config.placement import policy_engines
 from miles_disagg.config.run import RunConfig
 
 
@@ -33,7 +34,10 @@ def resolve(config: RunConfig, gpus: int | None = None) -> RunConfig:
         "eval_max_response_len": config.evaluation.eval_max_response_len or config.rollout.rollout_max_response_len,
         "lr_decay_iters": config.optimizer.lr_decay_iters or _optimizer_steps(config),
     }
-    if config.engines.topology == "managed":
+    if config.engines.sglang_config:
+        flags["sglang_config"] = _absolute(config.engines.sglang_config)
+        flags["num_rollout_engines"] = len(policy_engines(config))
+    elif config.engines.topology == "managed":
         flags["num_rollout_engines"] = config.engines.num_managed_engines or None
     if config.trainer.trainer_device == "auto" and gpus is not None:
         flags["trainer_device"] = "cuda" if gpus else "cpu"

@@ -85,6 +85,8 @@ class EngineConfig(Section):
     """Python of the virtual environment that SGLang runs from; unset: this one."""
     sglang_args: Annotated[dict[str, tuple[str, ...]], Suppress] = Field(default_factory=dict)
     """Server arguments by name without `--`, from `--sglang-NAME VALUE...`; an empty tuple is a bare switch."""
+    sglang_config: str | None = None
+    """YAML file of server groups: engines of several kinds, and frozen models (reference, reward) beside the policy."""
     rollout_external: bool = False
     """Attach to engines that somebody else runs, at --rollout-external-engine-addrs."""
     rollout_external_engine_addrs: tuple[str, ...] = ()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import os
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from miles_disagg.domain.versions import Constraint, VersionRef
 from miles_disagg.observe.events import Event, Timeline
 from miles_disagg.prompts.base import PromptSource
 from miles_disagg.prompts.ledger import Ledger
+from miles_disagg.prompts.models import VARIABLE
 from miles_disagg.prompts.reward import RewardRunner, load_reward
 from miles_disagg.prompts.source import DataOptions, DatasetSource
 from miles_disagg.prompts.tasks import make_task
@@ -117,7 +120,8 @@ class RolloutEngine:
 
 @dataclass(frozen=True)
 class ProducerSpec:
-    """Everything the producer is made of. endpoint: URL of the gateway or rollout service. Times in seconds."""
+    """Everything the producer is made of. endpoint: URL of the gateway or rollout service; models: URLs of frozen ones
+    by name. Times in seconds."""
 
     run_id: str
     endpoint: str
@@ -145,6 +149,7 @@ class ProducerSpec:
     filter_path: str | None = None
     teacher: TeacherSpec | None = None
     buffer_path: str | None = None
+    models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _sources(spec: ProducerSpec, tokenizer: Any) -> tuple[PromptSource, DatasetSource | None]:
@@ -181,6 +186,7 @@ class RolloutProducer:
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.checkpoint)
         source, held_out = await asyncio.to_thread(_sources, spec, tokenizer)
         self._held_out = held_out.all() if held_out else []
+        os.environ[VARIABLE] = json.dumps(dict(spec.models))  # this actor's process, and its reward workers
         function = load_reward(spec.rm_type, custom_path=spec.custom_rm_path, url=spec.rm_url)
         self._reward = RewardRunner(function, timeout=spec.reward_timeout, workers=spec.reward_workers)
         token = read_token(spec.token_file, "--rollout-auth-token-file")

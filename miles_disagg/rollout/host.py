@@ -53,9 +53,10 @@ class EngineCommand:
     python: str | None = None
     args: tuple[str, ...] = ()
 
-    def spec(self, port: int, version: VersionRef | None) -> launch.LaunchSpec:
-        """The command line on `port`, stamped `version` (None: of no run)."""
+    def spec(self, port: int, version: VersionRef | None, host: str = "127.0.0.1") -> launch.LaunchSpec:
+        """The command line on `host:port`, stamped `version` (None: of no run)."""
         common: dict[str, Any] = {
+            "host": host,
             "port": port,
             "device": self.device,
             "weight_version": "default" if version is None else str(version),

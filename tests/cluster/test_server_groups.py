@@ -1,0 +1,139 @@
+"""--sglang-config in a run: engines of several kinds for the policy, a frozen judge that rewards, a placeholder."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from miles_disagg.cluster.assemble import assembled
+from miles_disagg.config.placement import plan_placement
+from miles_disagg.engine.discovery import ModelFacts
+from miles_disagg.engine.sglang import SGLangEngine
+from miles_disagg.observe.console import RunConsole
+from miles_disagg.rollout.frozen import FrozenHost, FrozenSpec
+from miles_disagg.rollout.host import EngineCommand
+from miles_disagg.weights.checkpoint import open_checkpoint
+from miles_disagg.weights.digest import digest
+from tests.cluster import processes
+
+
+@pytest.fixture(scope="session")
+def judge_checkpoint(tmp_path_factory):
+    """Another model than the policy: its own random weights, wider, the same tokenizer."""
+    import torch
+
+    from miles_disagg.prompts.quickstart import Recipe, make_model, make_tokenizer
+
+    path = tmp_path_factory.mktemp("judge") / "judge"
+    torch.manual_seed(7)
+    make_model(Recipe(hidden_size=128, layers=1)).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def digests(path: Path) -> dict[str, str]:
+    with open_checkpoint(path) as checkpoint:
+        return {name: digest(checkpoint.bytes(name), "xxh3-128") for name in checkpoint.tensors}
+
+
+async def trained(config, seen: dict) -> None:
+    config.run_dir.mkdir(parents=True)
+    plan = plan_placement(config)
+    async with assembled(config, plan, RunConsole("test", config.num_rollout)) as run:
+        await run.start_generation()
+        for step in run.steps:
+            batch = await run.next_batch(step)
+            seen.setdefault("rewards", []).extend(s.reward for group in batch.groups for s in group.samples)
+            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
+            await run.generation_saw(batch)
+            await run.publish_next_version()
+            await run.settle()
+            await run.report(step, batch, metrics)
+        assert await run.fleet.digests() == [await run.trainer.digests()] * 2
+        arguments = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in servers(config)]
+        seen["running"] = sorted(a[a.index(b"--max-running-requests") + 1 :].count(b"3") for a in arguments)
+        log = (config.run_dir / "logs" / "judge-0.log").read_text()
+        address = re.search(r"on (127\.0\.0\.1:\d+)", log)
+        assert address is not None, log
+        judge = SGLangEngine(f"http://{address[1]}")
+        seen["judge"] = (await judge.model_info())["weight_version"], await judge.weights_digest()
+        await judge.close()
+        await run.close_books()
+
+
+def servers(config) -> list[int]:
+    """Processes of the run's engines, without their guards."""
+    found = set(processes.with_text("miles_disagg.engine.embedded", "cmdline"))
+    mine = set(processes.with_text(str(config.run_dir), "environ")) | found
+    return sorted(found & mine - set(processes.with_text("guard.py", "cmdline")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_frozen_judge_rewards_and_policy_engines_differ_by_their_group(
+    local_ray, run_config, tmp_path, judge_checkpoint
+):
+    file = tmp_path / "groups.yaml"
+    groups = [{"num_engines": 1}, {"num_engines": 1, "overrides": {"max-running-requests": 3}}]
+    groups.append({"worker_type": "placeholder", "num_engines": 1})
+    judge = {"name": "judge", "model_path": str(judge_checkpoint), "update_weights": False}
+    judge["server_groups"] = [{"num_engines": 1}]
+    file.write_text(json.dumps({"sglang": [{"name": "policy", "server_groups": groups}, judge]}))
+    config = run_config(
+        *("--sglang-config", str(file), "--update-weight-transfer-mode", "disk-delta", "--num-rollout", "2"),
+        *("--custom-rm-path", "tests.fakes.judge.mean_logprob", "--prompt-data", str(prompts(tmp_path))),
+    ).replace(task=None, task_size=None)
+    plan = plan_placement(config)
+    assert [g.unit.name for g in plan.groups if g.unit] == [
+        "engine-0", "engine-1", "judge-0", "engine-placeholder-0",
+    ]  # fmt: skip
+    seen: dict = {}
+    asyncio.run(trained(config, seen))
+    assert len(set(seen["rewards"])) > 1
+    assert all(reward < 0 for reward in seen["rewards"]), "logprobs of another model"
+    assert 1 in seen["running"], "the override reached one engine"
+    assert seen["judge"] == ("default", digests(judge_checkpoint)), "the judge was touched"
+    assert processes.gone(str(judge_checkpoint), timeout=30) == []
+
+
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"input": f"{n}+{n}="}) + "\n" for n in range(10, 60)))
+    return path
+
+
+async def test_a_frozen_engine_that_dies_is_there_again_under_its_address(judge_checkpoint, tmp_path):
+    command = EngineCommand(
+        "embedded", str(judge_checkpoint), "cpu", tmp_path / "judge.log",
+        args=("--dtype", ModelFacts.read(judge_checkpoint).dtype),
+    )  # fmt: skip
+    host = FrozenHost(FrozenSpec("judge-0", command, True, 120.0), "127.0.0.1")
+    url = await host.start()
+
+    async def alive() -> bool:
+        try:
+            async with aiohttp.ClientSession() as session, session.get(f"{url}/model_info") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    try:
+        port = url.rpartition(":")[2]
+        (pid,) = set(processes.with_text(f"--port\0{port}", "cmdline")) - set(
+            processes.with_text("guard.py", "cmdline")
+        )
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 90
+        while not (host.restarts == 1 and await alive()):
+            assert time.monotonic() < deadline, host.failure
+            await asyncio.sleep(0.2)
+    finally:
+        await host.stop()
+    assert not await alive()
+    assert processes.with_text(f"--port\0{port}", "cmdline") == []
