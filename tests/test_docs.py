@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from miles_disagg import cli
+from miles_disagg.cluster.doctor import PROBE_GROUP
 from miles_disagg.config.flags import flag_names, parse_run
 from miles_disagg.config.reference import BEGIN, END, reference
 from miles_disagg.config.service import service_flags
@@ -175,7 +176,7 @@ def assert_flags_in_help(argv: list[str], words: Sequence[str]) -> None:
 def test_every_flag_a_page_mentions_exists(page: Path):
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", page.read_text()))
     known = {*flag_names(), *(name.replace("--", "--no-", 1) for name in flag_names()), *FOREIGN, *script_flags()}
-    known |= {name for name in mentioned if name.startswith("--sglang-")} | set(service_flags())
+    known |= {name for name in mentioned if name.startswith("--sglang-")} | {*service_flags(), PROBE_GROUP}
     assert mentioned <= known, f"no program has {sorted(mentioned - known)}"
 
 
