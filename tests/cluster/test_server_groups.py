@@ -56,8 +56,8 @@ async def trained(config, seen: dict) -> None:
             await run.settle()
             await run.report(step, batch, metrics)
         assert await run.fleet.digests() == [await run.trainer.digests()] * 2
-        arguments = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in servers(config)]
-        seen["running"] = sorted(a[a.index(b"--max-running-requests") + 1 :].count(b"3") for a in arguments)
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in policy_servers(config)]
+        seen["overridden"] = sorted(line.count(b"--max-running-requests\0" + b"3\0") for line in lines)
         log = (config.run_dir / "logs" / "judge-0.log").read_text()
         address = re.search(r"on (127\.0\.0\.1:\d+)", log)
         assert address is not None, log
@@ -67,11 +67,11 @@ async def trained(config, seen: dict) -> None:
         await run.close_books()
 
 
-def servers(config) -> list[int]:
-    """Processes of the run's engines, without their guards."""
-    found = set(processes.with_text("miles_disagg.engine.embedded", "cmdline"))
-    mine = set(processes.with_text(str(config.run_dir), "environ")) | found
-    return sorted(found & mine - set(processes.with_text("guard.py", "cmdline")))
+def policy_servers(config) -> set[int]:
+    """Processes of the run's policy engines (their version stamp names the run), without their guards."""
+    return set(processes.with_text(f"{config.run_id}/weight", "cmdline")) - set(
+        processes.with_text("guard.py", "cmdline")
+    )
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_frozen_judge_rewards_and_policy_engines_differ_by_their_group(
     asyncio.run(trained(config, seen))
     assert len(set(seen["rewards"])) > 1
     assert all(reward < 0 for reward in seen["rewards"]), "logprobs of another model"
-    assert 1 in seen["running"], "the override reached one engine"
+    assert seen["overridden"] == [0, 1], "the override reached one engine and not the other"
     assert seen["judge"] == ("default", digests(judge_checkpoint)), "the judge was touched"
     assert processes.gone(str(judge_checkpoint), timeout=30) == []
 
