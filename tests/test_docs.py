@@ -24,7 +24,8 @@ SHELL = {"bash", "sh", "shell", "console"}
 # Flags of Ray and SGLang that prose may name.
 FOREIGN = {"--working-dir", "--head", "--address", "--dashboard-host", "--logdir", "--generate"}
 FOREIGN |= {"--custom-weight-loader", "--disable-radix-cache", "--sleep-on-idle", "--mem-fraction-static", "--no-deps"}
-FOREIGN |= {"--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-max-bs", "--incremental-streaming-output"}
+FOREIGN |= {"--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-max-bs"}
+FOREIGN |= {"--incremental-streaming-output"}
 # Programs whose own options are their business.
 OTHERS = {
     "git",
