@@ -277,3 +277,15 @@ def test_a_truncated_or_incomplete_checkpoint_is_not_served(tmp_path: Path):
     (path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         ModelRunner(path)
+
+
+def test_calls_whose_callers_have_gone_are_not_run_and_harm_nothing(start, checkpoints):
+    harness, busy, ran = start(checkpoints["base"]), threading.Event(), []
+    blocked = harness.scheduler.call(lambda: busy.wait(10))  # as an engine that was stopped for a while
+    gone = [harness.scheduler.call(lambda: ran.append("call")), harness.scheduler.update(lambda: ran.append("update"))]
+    assert all(future.cancel() for future in gone)
+    busy.set()
+    assert blocked.result(10)
+    requests = harness.submit(PROMPTS[:1])
+    assert len(harness.wait(requests)[0]) == 10
+    assert ran == []

@@ -34,8 +34,7 @@ class _Update:
         self.future: Future[Any] = Future()
 
     def run(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            _settle(self.future, self.action)
+        _settle(self.future, self.action)
 
 
 class Scheduler:
@@ -203,7 +202,8 @@ class Scheduler:
         if not self.rows:
             return
         self._make_room()
-        time.sleep(max(0.0, self._decoded + self.decode_interval - time.monotonic()))
+        if (early := self._decoded + self.decode_interval - time.monotonic()) > 0:
+            time.sleep(early)
         self._decoded = time.monotonic()
         logits = self.runner.decode([r.output[-1] for r in self.rows], [r.length - 1 for r in self.rows])
         self.steps += 1
@@ -300,6 +300,9 @@ class Scheduler:
 
 
 def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
+    """Run `action` for whoever waits for `future`; not at all if they have gone before it was its turn."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(action())
     except Exception as e:
