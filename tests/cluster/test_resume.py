@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
     run_dir = tmp_path / "run"
     first = Run(
         tiny_checkpoint, run_dir, "--run-id", "killed", "--num-rollout", "1000",
-        "--save-interval", "3", "--save-total-limit", "2",
+        "--save-interval", "3", "--save-total-limit", "2", "--update-weight-disk-keep-files",
     )  # fmt: skip
     first.wait_for_steps(8, timeout=400)
     sigkill(first)
@@ -60,7 +60,8 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
     assert len(saved) <= 2
     (run_dir / "checkpoints" / ".step_000999.partial" / "trainer").mkdir(parents=True)  # killed while saving
 
-    second = Run(tiny_checkpoint, run_dir, "--load", str(run_dir), "--num-rollout", str(done + 3))
+    more = ("--load", str(run_dir), "--num-rollout", str(done + 3), "--update-weight-disk-keep-files")
+    second = Run(tiny_checkpoint, run_dir, *more)
     assert second.wait(timeout=400) == 0, second.log.read_text()
     summary = second.summary
     assert (summary["status"], summary["steps"]) == ("completed", done + 3)

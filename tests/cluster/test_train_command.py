@@ -75,7 +75,8 @@ def test_ctrl_c_ends_everything_and_the_same_run_directory_can_be_used_at_once(t
     assert first.wait(timeout=90) == 130, first.log.read_text()
     assert first.summary["status"] == "interrupted"
     ledger = first.summary["ledger"]
-    assert ledger["generated"] == ledger["trained"] + ledger["queued"] + sum(ledger["dropped"].values()), ledger
+    accounted = ledger["trained"] + ledger["queued"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
+    assert ledger["generated"] == accounted, ledger
     assert processes.gone(first.marker, timeout=20) == []
 
     second = Run(tiny_checkpoint, tmp_path / "again", "--num-rollout", "1", *store)
