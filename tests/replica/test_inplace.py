@@ -150,10 +150,8 @@ async def test_digests_of_what_is_served_are_the_checkpoints(engine: SGLangEngin
 async def test_requests_in_flight_go_on_over_a_scatter(engine: SGLangEngine, staging: Staging) -> None:
     replica, loader = await attached(engine, staging)
     params = {"max_new_tokens": 200, "temperature": 0.0, "ignore_eos": True}
-    work = [
-        asyncio.create_task(replica.sessions.result(request(f"r{i}", input_ids=[i + 1, 2, 3], sampling_params=params)))
-        for i in range(4)
-    ]
+    asked = [request(f"r{i}", input_ids=[i + 1, 2, 3], sampling_params=params, stream=True) for i in range(4)]
+    work = [asyncio.create_task(replica.sessions.result(one)) for one in asked]
     while sum(f.tokens >= 20 for f in replica.gate.flights()) < 4:
         await asyncio.sleep(0.005)
     await replica.activate(staging.next(0.1))

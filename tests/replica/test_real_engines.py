@@ -75,7 +75,8 @@ def version(checkpoints: list[Path], number: int) -> Materialized:
 
 def greedy(rid: str, n: int, prompt: list[int] = PROMPT, **fields: Any) -> Any:
     params = {"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True}
-    return request(rid, input_ids=prompt, sampling_params=params, return_logprob=True, **fields)
+    # tokens are looked at while they come, so the engine must say them
+    return request(rid, input_ids=prompt, sampling_params=params, return_logprob=True, stream=True, **fields)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -87,7 +88,7 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 async def fresh(engine: SGLangEngine, n: int, prompt: list[int] = PROMPT) -> Any:
     """What the engine's weights write now, without any cached prefix."""
-    return await engine.generate({**greedy("fresh", n, prompt).body, "extra_key": uuid.uuid4().hex})
+    return await engine.generate({**greedy("fresh", n, prompt).body, "extra_key": uuid.uuid4().hex, "stream": False})
 
 
 def tokens_in_flight(replica: Replica) -> int:
