@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles_disagg.cluster.calls import call, call_all
 from miles_disagg.cluster.fleet import Fleet, Member
+from miles_disagg.cluster.publications import commit_staged
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.domain.errors import EngineUnavailable, MilesDisaggError, PublicationFailed, UpdateFailed
 from miles_disagg.domain.versions import VersionRef
@@ -104,12 +104,7 @@ class PeerChannel:
     async def deliver(self, ref: VersionRef) -> dict[str, float]:
         """Move the pointer, send, land. Engines that fail serve what they served, or stay fenced, and are sent it
         again by the fleet's supervision."""
-        begun = time.monotonic()
-        opened = await self._ledger.begin()
-        if opened != ref:
-            raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
-        await self._ledger.commit(ref)
-        metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
+        metrics = await commit_staged(self._ledger, ref)
         for attempt in range(_ATTEMPTS):
             try:
                 members = [m for m in self._fleet.members if not m.lost]

@@ -123,6 +123,16 @@ class DiskChannel:
         """Nothing: its reconciler follows the store."""
 
 
+async def commit_staged(ledger: RemoteLedger, ref: VersionRef) -> dict[str, float]:
+    """Move the pointer to `ref`, whose bytes the trainer has staged; the metric of how long that took."""
+    begun = time.monotonic()
+    opened = await ledger.begin()
+    if opened != ref:
+        raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
+    await ledger.commit(ref)
+    return {"perf/update_weights_commit_seconds": time.monotonic() - begun}
+
+
 class BroadcastChannel:
     """Sources send their tensors into the engines over process groups, while the engines' replicas hold requests."""
 
@@ -135,12 +145,7 @@ class BroadcastChannel:
         The pointer moves first: the staged bytes are the version from here on, and a replica acknowledges only what is
         published. Engines that fail are left fenced; they are sent it again by the fleet's supervision.
         """
-        begun = time.monotonic()
-        opened = await self._ledger.begin()
-        if opened != ref:
-            raise PublicationFailed(f"the ledger opened {opened}, the trainer staged {ref}")
-        await self._ledger.commit(ref)
-        metrics = {"perf/update_weights_commit_seconds": time.monotonic() - begun}
+        metrics = await commit_staged(self._ledger, ref)
         await self._trainer.prepare(ref)
         for _ in range(_BROADCAST_ATTEMPTS):
             try:
