@@ -69,8 +69,7 @@ class Teachers:
                 problems.append(f"{FLAG} {url}: {error.detail}")
                 continue
             theirs = [token for _, token in pairs]
-            if theirs != ours:
-                at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+            if (at := _differ_at(ours, theirs)) is not None:
                 problems.append(
                     f"{FLAG} {url}: the teacher has another vocabulary (of {len(ours)} tokens of a test text, number "
                     f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} there); serve a model with the "
@@ -91,7 +90,7 @@ class Teachers:
             raise SampleRejected("teacher", f"prompt {prompt.key} wants teacher {name!r}, and there is no `default`")
         sent = [*prompt.tokens, *tokens]
         pairs = await self._ask(url, {"input_ids": sent})
-        if [token for _, token in pairs] != sent:
+        if _differ_at(sent, [token for _, token in pairs]) is not None:
             raise SampleRejected("teacher", f"{url} scored other tokens than it was given")
         out = tuple(logprob for logprob, _ in pairs[len(prompt.tokens) :])
         if not all(logprob is not None and math.isfinite(logprob) for logprob in out):
@@ -124,6 +123,19 @@ class Teachers:
             return [(entry[0], int(entry[1])) for entry in answer["meta_info"]["input_token_logprobs"]]
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise SampleRejected("teacher", f"{url}: no meta_info.input_token_logprobs in its answer") from error
+
+
+def _differ_at(sent: Sequence[int], scored: Sequence[int]) -> int | None:
+    """The first place where a teacher scored another token than it was sent; None where it scored what was sent.
+
+    SGLang writes 0 for the last id of its vocabulary (and for ids beyond it, which stand for images); that id can only
+    be the largest that was sent.
+    """
+    largest = max(sent, default=0)
+    for i, (ours, theirs) in enumerate(zip(sent, scored, strict=False)):
+        if theirs != ours and not (theirs == 0 and ours == largest):
+            return i
+    return None if len(sent) == len(scored) else min(len(sent), len(scored))
 
 
 class TaughtClient:
