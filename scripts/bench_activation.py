@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
 from miles_disagg.engine.base import Engine
@@ -251,7 +252,7 @@ async def measure(name: str, directory: Path, densities: list[float], options: O
     args = ["--skip-tokenizer-init", *options.args]
     python = options.python
     spec = launch.sglang(
-        directory, port=launch.free_port(), device=options.device, python=python, weight_version=str(base), args=args
+        directory, port=free_port(), device=options.device, python=python, weight_version=str(base), args=args
     )
     process = launch.EngineProcess.start(spec, directory.parent / "engine.log")
     engine = SGLangEngine(spec.url)

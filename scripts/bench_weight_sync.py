@@ -5,20 +5,21 @@ SGLang, on the second GPU where there are two. Prints one JSON object, last line
 {"results": [{"model", "mode", "seconds", "pause_ms", "gb_per_s", ...}]}. `seconds`: from the start of the copy-out
 until the engine serves the version; `gb_per_s`: weights over the time of the transfer alone; `share_of_copy`: of the
 rate that one copy between the two devices has in one process; medians. Peer to peer, the first update sends other
-values, and the live weights are compared after it and after the last.
+values, and the live weights are compared after it and after the last; `phases` says where its seconds went.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from bench_activation import SHAPES, make_model
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
 from miles_disagg.engine.sglang import SGLangEngine
@@ -120,7 +122,27 @@ class Engine:
             raise
 
 
-async def peer_mode(engine: Engine, staging: str) -> tuple[Callable[[], Awaitable[tuple[float, float]]], PeerReceiver]:
+class Phases:
+    """Seconds of the named parts of each update; parts do not overlap."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the body as one part of the update."""
+        begun = time.monotonic()
+        yield
+        self._seconds.setdefault(name, []).append(time.monotonic() - begun)
+
+    def medians(self) -> dict[str, float]:
+        """Of all updates but the first."""
+        return {name: round(float(np.median(seconds[1:])), 4) for name, seconds in self._seconds.items()}
+
+
+async def peer_mode(
+    engine: Engine, staging: str, phases: Phases
+) -> tuple[Callable[[], Awaitable[tuple[float, float]]], PeerReceiver]:
     """One update's pause and transfer seconds, with everything registered before."""
     replica = engine.replica
     settings = PeerOptions("nixl", staging, _BUCKET)
@@ -135,25 +157,33 @@ async def peer_mode(engine: Engine, staging: str) -> tuple[Callable[[], Awaitabl
     async def update() -> tuple[float, float]:
         ref, moved = engine.next(), 0.0
         source.open(1.0)
-        await asyncio.to_thread(source.stage)
-        links = await receiver.links()
+        with phases.part("pack"):
+            await asyncio.to_thread(source.stage)
+        with phases.part("links"):
+            links = await receiver.links()
 
         async def send() -> None:
             nonlocal moved
-            sent = await asyncio.to_thread(source.send, str(ref), links)
+            with phases.part("send"):
+                sent = await asyncio.to_thread(source.send, str(ref), links)
             if sent.errors:
                 raise RuntimeError(str(sent.errors))
             moved = sent.seconds
-            await receiver.verify([sent.sums[link.target] for link in links])
+            with phases.part("verify"):
+                await receiver.verify([sent.sums[link.target] for link in links])
+
+        async def land() -> None:
+            with phases.part("land"):
+                await receiver.land()
 
         async def direct() -> None:
             await receiver.expect()
             await send()
-            await receiver.land()
+            await land()
 
         if links[0].mode == "staging":
             await send()
-            return await engine.pushed(ref, receiver.land), moved
+            return await engine.pushed(ref, land), moved
         return await engine.pushed(ref, direct), moved
 
     return update, receiver
@@ -238,10 +268,10 @@ async def differing(receiver: PeerReceiver, directory: Path) -> int:
 
 async def measure(engine: Engine, mode: str, copy_rate: float) -> dict[str, Any]:
     """One mode's medians."""
-    receiver = None
+    receiver, phases = None, Phases()
     source = BroadcastSource(address="127.0.0.1", backend=engine.options.backend, timeout=120.0)
     if mode.startswith("p2p"):
-        update, receiver = await peer_mode(engine, "never" if mode == "p2p-direct" else "always")
+        update, receiver = await peer_mode(engine, "never" if mode == "p2p-direct" else "always", phases)
     else:
         update = broadcast_mode(engine, source) if mode == "broadcast" else disk_mode(engine)
     seconds, pauses, moves = [], [], []
@@ -271,6 +301,7 @@ async def measure(engine: Engine, mode: str, copy_rate: float) -> dict[str, Any]
     }
     await source.close()
     if receiver is not None:
+        row["phases"] = phases.medians()
         row["elements_sent_first"] = scrambled
         row["elements_that_differ"] = await differing(receiver, engine.directory)
         receiver.close()
@@ -301,7 +332,7 @@ def measured_copy(source: torch.device, target: torch.device) -> float:
 async def run(name: str, directory: Path, modes: list[str], options: Options, copy_rate: float) -> list[dict[str, Any]]:
     """All modes of one model on one engine."""
     common: dict[str, Any] = {
-        "port": launch.free_port(),
+        "port": free_port(),
         "device": options.device,
         "weight_version": "bench/weight_v000000",
     }

@@ -61,8 +61,8 @@ async def meets(engine: SGLangEngine, ranks: int) -> float:
     """Form a gloo group of this process and the engine's ranks, and leave it; seconds. Raises what went wrong."""
     import ray
 
+    from miles_disagg.config.machine import free_port
     from miles_disagg.engine import process_group
-    from miles_disagg.engine.launch import free_port
 
     name, begun = f"doctor-{secrets.token_hex(6)}", time.monotonic()
     where = {"master_address": ray.util.get_node_ip_address(), "master_port": free_port("0.0.0.0")}

@@ -1,6 +1,7 @@
 """What this machine has: CPU cores, GPUs, free ports. Found without importing torch or ray."""
 
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -33,6 +34,35 @@ def port_problem(host: str, port: int) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
     return None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of `host` that nobody listens on now, for a server that will be started soon.
+
+    Of no range from which others are given one unasked, since that may happen before the server listens: the kernel's
+    for outgoing connections and port 0, and Ray's for its workers (10002 to 19999).
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    low, high = _ephemeral()
+    candidates = [*range(20_000, min(low, 32_768)), *range(high + 1, 65_536)]
+    for port in random.SystemRandom().sample(candidates, min(200, len(candidates))):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _ephemeral() -> tuple[int, int]:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(low), int(high)
+    except (OSError, ValueError):
+        return 32_768, 60_999
 
 
 def _cpus() -> int:

@@ -145,6 +145,10 @@ class EngineStartError(EngineError):
     """An engine did not come up. Carries the last lines of its log."""
 
 
+class PortTaken(EngineStartError):
+    """Another process listens on the port that an engine was to have."""
+
+
 class EngineMismatch(EngineError):
     """An engine that somebody else runs cannot be used by this run; every difference by name."""
 

@@ -10,24 +10,26 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
-from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, EngineStartError
+from miles_disagg.config.machine import free_port
+from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, EngineStartError, PortTaken
 from miles_disagg.engine import guard
 from miles_disagg.engine.inplace import HOOK, PLUGIN_PATH
 
 LOG_LINES = 50
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0
+_PORTS_TRIED = 3
+_PORT_TAKEN = "address already in use"
 
 # The scheduler answers without these on a CPU; the reasons are in docs/engines.md.
 _SGLANG_CPU_FLAGS = (
@@ -125,13 +127,6 @@ def sglang(
     return LaunchSpec((*command, *args), host, port, str(model_path), {**environment, **(env or {})}, unset, api_key)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
 class EngineProcess:
     """A running server. Build it with `start`; its output goes to `log_path` (appended)."""
 
@@ -182,18 +177,39 @@ class EngineProcess:
             log.seek(self._log_start)
             return b"".join(deque(log, maxlen=lines)).decode(errors="replace")
 
+    @classmethod
+    async def started(
+        cls, spec_for: Callable[[int], LaunchSpec], log_path: str | Path, *, host: str, port: int, timeout: float
+    ) -> EngineProcess:
+        """Start and wait until it is ready, on `port`, or, where that is 0, on a free one; another one if somebody was
+        faster. Errors as of `wait_ready`; nothing is left running then."""
+        attempts = 1 if port else _PORTS_TRIED
+        while True:
+            attempts -= 1
+            process = cls.start(spec_for(port or free_port(host)), log_path)
+            try:
+                await process.wait_ready(timeout)
+                return process
+            except PortTaken:
+                await process.stop()
+                if not attempts:
+                    raise
+            except BaseException:
+                await process.stop()
+                raise
+
     async def wait_ready(self, timeout: float) -> None:
-        """Return once it answers as itself. EngineStartError if it ends, DeadlineExceeded after `timeout` seconds
-        from start; both carry the last lines of the log."""
+        """Return once it answers as itself. EngineStartError if it ends (PortTaken: somebody else got its port first),
+        DeadlineExceeded after `timeout` seconds from start; all carry the last lines of the log."""
         headers = {"Authorization": f"Bearer {self.spec.api_key}"} if self.spec.api_key else {}
         seen = "nothing listens there yet"
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
             while True:
+                tail = f"Last lines of {self.log_path}:\n{self.log_tail()}"
+                if _PORT_TAKEN in tail.lower():  # SGLang does not end then
+                    raise PortTaken(f"a port of the engine at {self.url} is in use by another process. {tail}")
                 if (code := self.exit_code) is not None:
-                    raise EngineStartError(
-                        f"engine at {self.url} ended with status {code} before it was ready. "
-                        f"Last lines of {self.log_path}:\n{self.log_tail()}"
-                    )
+                    raise EngineStartError(f"engine at {self.url} ended with status {code} before it was ready. {tail}")
                 try:
                     async with session.get(f"{self.url}/health") as response:
                         seen = f"/health answers {response.status}"
@@ -203,8 +219,7 @@ class EngineProcess:
                     seen = f"{type(e).__name__}: {e}"
                 waited = time.monotonic() - self._started
                 if waited > timeout:
-                    detail = f"{seen}. Last lines of {self.log_path}:\n{self.log_tail()}"
-                    raise DeadlineExceeded(f"the engine at {self.url} to become ready", waited, detail)
+                    raise DeadlineExceeded(f"the engine at {self.url} to become ready", waited, f"{seen}. {tail}")
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _is_ours(self, session: aiohttp.ClientSession) -> bool:

@@ -52,13 +52,11 @@ class FrozenHost:
 
     async def _launch(self) -> None:
         command = self.spec.command
-        self._port = self._port or launch.free_port(self._host)
-        self._process = launch.EngineProcess.start(command.spec(self._port, None, self._host), command.log_path)
-        try:
-            await self._process.wait_ready(self.spec.start_timeout)
-        except BaseException:
-            await self._process.stop()
-            raise
+        self._process = await launch.EngineProcess.started(
+            lambda port: command.spec(port, None, self._host), command.log_path,
+            host=self._host, port=self._port, timeout=self.spec.start_timeout,
+        )  # fmt: skip
+        self._port = self._process.spec.port
 
     async def _watch_process(self) -> None:
         while True:

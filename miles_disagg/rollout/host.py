@@ -227,9 +227,11 @@ class EngineHost:
         """Start the process on a free port (the same one at a restart) and wait until it answers."""
         command = self.spec.command
         assert command is not None
-        self._port = self._port or launch.free_port()
-        self._process = launch.EngineProcess.start(command.spec(self._port, self.spec.base), command.log_path)
-        await self._process.wait_ready(self.spec.start_timeout)
+        self._process = await launch.EngineProcess.started(
+            lambda port: command.spec(port, self.spec.base), command.log_path,
+            host="127.0.0.1", port=self._port, timeout=self.spec.start_timeout,
+        )  # fmt: skip
+        self._port = self._process.spec.port
         self.process_up = True
         return self._process.url
 

@@ -7,7 +7,6 @@ The default group runs what is collective, one call at a time; `publish` runs en
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import ray
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.samples import SampleGroup
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event, Timeline
@@ -66,9 +66,7 @@ class TrainerActor:
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, int, list[int]]:
         """Address of this process's host, a free port on it, and the GPUs it was given."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1], [int(g) for g in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), free_port(""), [int(g) for g in ray.get_gpu_ids()]
 
     def setup(self, spec: TrainerSpec, rank: RankSpec, publication: PublicationSpec, batch_size: int) -> None:
         """Meet the other ranks, load the model, prepare publishing. batch_size: samples per optimizer step."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.engine import launch
 from miles_disagg.engine.launch import EngineProcess, LaunchSpec
 from tests.engine import sglang_env
@@ -18,7 +19,7 @@ class OutsideEngine:
 
     def __init__(self, kind: str, checkpoint: Path, log: Path, *args: str):
         self.kind, self.checkpoint, self.log, self.args = kind, checkpoint, log, args
-        self.port = launch.free_port()
+        self.port = free_port()
         self.process: EngineProcess | None = None
 
     @property

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.config.model import quickstart_directory
-from miles_disagg.engine.launch import EngineProcess, embedded, free_port
+from miles_disagg.engine.launch import EngineProcess, embedded
 from miles_disagg.prompts.quickstart import make_quickstart
 from tests.cluster import processes
 from tests.cluster.test_train_command import Run

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from miles_disagg import cli
+from miles_disagg.config.machine import free_port
 from miles_disagg.engine import launch
 from tests.cluster.attached import OutsideEngine
-from tests.fakes.service import free_port
 
 pytestmark = pytest.mark.timeout(300)
 

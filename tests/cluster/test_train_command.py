@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_disagg.config.machine import free_port
 from tests.cluster import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,14 +133,6 @@ def test_a_run_is_submitted_as_a_ray_job_with_token_authentication(tiny_checkpoi
         for pid in processes.gone(marker, timeout=20):
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(short, ignore_errors=True)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for_port(port: int, process: subprocess.Popen, timeout: float) -> None:

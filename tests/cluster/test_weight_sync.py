@@ -46,8 +46,8 @@ async def train_and_compare(config) -> list[set[int]]:
     ("mode", "layout"),
     [
         ("disk-delta", "pp2"),
-        ("broadcast", "pp2"),
-        ("p2p", "pp2"),
+        pytest.param("broadcast", "pp2", marks=pytest.mark.slow),
+        pytest.param("p2p", "pp2", marks=pytest.mark.slow),
         pytest.param("p2p", "tp2", marks=pytest.mark.slow),
         pytest.param("disk-full", "tp2", marks=pytest.mark.slow),
         pytest.param("disk-delta", "tp2", marks=pytest.mark.slow),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from miles_disagg.config.flags import parse_run
-from miles_disagg.config.machine import Machine
+from miles_disagg.config.machine import Machine, free_port
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.config.resolve import joins_cluster, resolve
 
@@ -107,3 +107,10 @@ def test_a_run_joins_a_cluster_by_flag_or_environment():
     assert joins_cluster(resolved(), {"RAY_ADDRESS": "auto"})
     assert joins_cluster(resolved("--ray-address", "auto"), {})
     assert not joins_cluster(resolved("--ray-address", "local"), {"RAY_ADDRESS": "auto"})
+
+
+def test_a_free_port_is_of_no_range_from_which_others_are_given_one_unasked():
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [free_port() for _ in range(50)]
+    assert not [p for p in ports if low <= p <= high or 10_002 <= p <= 19_999]
+    assert len(set(ports)) > 1

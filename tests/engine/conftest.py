@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.engine import launch
 from miles_disagg.engine.sglang import SGLangEngine
 from tests.engine import sglang_env
@@ -45,14 +46,14 @@ def _running(spec: launch.LaunchSpec, log: Path) -> Iterator[launch.EngineProces
 @pytest.fixture(scope="session")
 def embedded(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.EngineProcess]:
     """The embedded engine on `base`."""
-    spec = launch.embedded(checkpoints["base"], port=launch.free_port(), weight_version=BASE)
+    spec = launch.embedded(checkpoints["base"], port=free_port(), weight_version=BASE)
     yield from _running(spec, tmp_path_factory.mktemp("logs") / "embedded.log")
 
 
 def _sglang(checkpoint: Path, log: Path, *args: str) -> Iterator[launch.EngineProcess]:
     spec = launch.sglang(
         checkpoint,
-        port=launch.free_port(),
+        port=free_port(),
         device="cpu",
         python=sglang_env.python(),
         weight_version=BASE,

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import EngineError, UpdateFailed
-from miles_disagg.engine import launch, process_group
+from miles_disagg.engine import process_group
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import dtype_name, flatten, serialize
 from miles_disagg.replica.assemble import GenerateAssembler
@@ -274,7 +275,7 @@ class Sender:
     """Rank 0 of an update group, in a thread as a trainer would be."""
 
     def __init__(self, name: str):
-        self.name, self.port = name, launch.free_port()
+        self.name, self.port = name, free_port()
         self.group: Any = None
 
     def _join(self) -> None:
@@ -306,7 +307,7 @@ async def test_an_update_through_a_process_group(
     engine: SGLangEngine, checkpoints: dict[str, Path], load_format: str | None
 ):
     tensors = list(load_file(checkpoints["other"] / "model.safetensors").items())
-    sender = Sender(f"update-{load_format}-{launch.free_port()}")
+    sender = Sender(f"update-{load_format}-{free_port()}")
     await sender.meet(engine)
     update = engine.update_from_distributed(
         names=[n for n, _ in tensors],

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineError,
     EngineStartError,
     EngineUnavailable,
+    PortTaken,
     UpdateFailed,
 )
 from miles_disagg.engine import launch
@@ -26,7 +28,7 @@ from miles_disagg.engine.sglang import SGLangEngine
 
 
 def script(code: str) -> LaunchSpec:
-    return LaunchSpec((sys.executable, "-u", "-c", code), "127.0.0.1", launch.free_port(), "model")
+    return LaunchSpec((sys.executable, "-u", "-c", code), "127.0.0.1", free_port(), "model")
 
 
 async def test_a_server_that_ends_at_start_is_reported_with_the_end_of_its_log(tmp_path: Path):
@@ -46,6 +48,31 @@ async def test_a_server_that_never_answers_runs_into_the_deadline_with_a_reason(
         await process.wait_ready(1.0)
     await process.stop()
     assert process.exit_code is not None
+
+
+async def test_a_server_whose_port_was_taken_is_given_another_one(tmp_path: Path, checkpoints: dict[str, Path]):
+    """SGLang prints the reason and then hangs, so waiting for it would take the whole deadline."""
+    hangs = "print('ERROR: [Errno 98] address already in use', flush=True); import time; time.sleep(60)"
+    asked: list[int] = []
+
+    def spec(port: int) -> LaunchSpec:
+        asked.append(port)
+        return script(hangs) if len(asked) == 1 else launch.embedded(checkpoints["base"], port=port)
+
+    process = await EngineProcess.started(spec, tmp_path / "log", host="127.0.0.1", port=0, timeout=60)
+    await process.stop()
+    assert len(asked) == 2
+
+    async def always(port: int) -> None:
+        first = len(asked)
+        with pytest.raises(PortTaken, match="in use by another process"):
+            await EngineProcess.started(
+                lambda p: asked.append(p) or script(hangs), tmp_path / "log", host="127.0.0.1", port=port, timeout=60
+            )
+        assert len(asked) - first == (1 if port else 3)
+
+    await always(0)
+    await always(4321)
 
 
 async def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path):
@@ -185,7 +212,7 @@ async def test_an_error_inside_a_stream_is_raised(client: Callable[[str], SGLang
 
 async def test_nothing_listening_is_unavailable_and_a_refused_update_says_why(client: Callable[[str], SGLangEngine]):
     with pytest.raises(EngineUnavailable):
-        await client(f"http://127.0.0.1:{launch.free_port()}").health(5)
+        await client(f"http://127.0.0.1:{free_port()}").health(5)
 
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response({"success": False, "message": "no such file"}, status=400)

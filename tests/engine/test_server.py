@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import EngineError, UpdateFailed
 from miles_disagg.engine import launch
 from miles_disagg.engine.embedded.__main__ import main
@@ -281,7 +282,7 @@ def test_a_port_in_use_and_a_bad_path_are_said_before_anything_heavy_is_imported
 async def test_a_key_is_demanded_where_one_is_set_and_the_server_ends_on_sigterm(
     checkpoints: dict[str, Path], tmp_path: Path
 ):
-    spec = launch.embedded(checkpoints["base"], port=launch.free_port(), api_key="secret")
+    spec = launch.embedded(checkpoints["base"], port=free_port(), api_key="secret")
     process = launch.EngineProcess.start(spec, tmp_path / "log.txt")
     try:
         await process.wait_ready(120)
@@ -300,9 +301,10 @@ async def test_a_key_is_demanded_where_one_is_set_and_the_server_ends_on_sigterm
 async def test_the_server_ends_when_its_parent_dies(checkpoints: dict[str, Path], tmp_path: Path):
     code = f"""
 import asyncio, sys
+from miles_disagg.config.machine import free_port
 from miles_disagg.engine import launch
 async def go():
-    spec = launch.embedded({str(checkpoints["base"])!r}, port=launch.free_port())
+    spec = launch.embedded({str(checkpoints["base"])!r}, port=free_port())
     process = launch.EngineProcess.start(spec, {str(tmp_path / "log.txt")!r})
     await process.wait_ready(120)
     print(process.pid, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from miles_disagg.engine.launch import free_port
+from miles_disagg.config.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from miles_disagg.engine.launch import free_port
+from miles_disagg.config.machine import free_port
 from tests.fakes.replica import at_least, ref
 from tests.fakes.serve_role import RoleProcess
 

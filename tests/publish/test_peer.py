@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import DeadlineExceeded, PublicationFailed
 from miles_disagg.engine.inplace.miles_inplace.transport import Job, Nixl, TransportError, region
-from miles_disagg.engine.launch import free_port
 from miles_disagg.weights.transfer.layouts import (
     EngineParallel,
     ModelSizes,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import UpdateFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
@@ -78,7 +79,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def engine_url(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    where: dict[str, Any] = {"port": launch.free_port(), "device": "cpu", "weight_version": str(ref(0))}
+    where: dict[str, Any] = {"port": free_port(), "device": "cpu", "weight_version": str(ref(0))}
     if request.param == "sglang":
         spec = launch.sglang(base, python=sglang_env.python(), args=["--dtype", "float32"], **where)
     else:

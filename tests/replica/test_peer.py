@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import EngineError, UpdateFailed
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.engine.launch import EngineProcess, embedded, free_port
+from miles_disagg.engine.launch import EngineProcess, embedded
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import raw_bytes
 from miles_disagg.publish.peer import LocalShard, PeerSource, Route, Sent

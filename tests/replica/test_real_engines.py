@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import UpdateFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
@@ -39,7 +40,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def engine_url(
     request: pytest.FixtureRequest, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    where: dict[str, Any] = {"port": launch.free_port(), "device": "cpu", "weight_version": str(ref(0))}
+    where: dict[str, Any] = {"port": free_port(), "device": "cpu", "weight_version": str(ref(0))}
     if request.param == "sglang":
         python = sglang_env.python()
         spec = launch.sglang(checkpoints[0], python=python, args=["--dtype", "float32"], **where)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from aiohttp import ClientSession, web
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import SampleRejected
 from miles_disagg.domain.samples import Prompt
 from miles_disagg.domain.versions import ANY_VERSION
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def url(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    where = launch.free_port()
+    where = free_port()
     if request.param == "sglang":
         python = sglang_env.python()
         spec = launch.sglang(model, port=where, device="cpu", python=python, args=["--dtype", "float32"])

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import torch
 
-from miles_disagg.engine.launch import free_port
+from miles_disagg.config.machine import free_port
 from miles_disagg.store.base import open_store
 from tests.fakes.publishing import FakeTrainer, step
 from tests.fakes.service import Service, serves

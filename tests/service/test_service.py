@@ -228,7 +228,9 @@ async def test_a_replica_whose_canary_answer_is_not_the_others_is_refused(
     root = tmp_path / "service"
     async with Service(root, str(tmp_path / "store"), checkpoint, gateway_flags=flags) as service:
         await asyncio.gather(*(service.add(name, "--verify-interval", "3600") for name in "abc"))
-        await service.until(serves("run", 0, *"abc"))
+        # Only when its own proof is done, which comes once in this test: it would heal the replica.
+        proven = serves("run", 0, *"abc")
+        await service.until(lambda fleet: proven(fleet) and all(fleet[name]["fingerprint"] for name in "abc"))
         engine = SGLangEngine(service.engine_urls["b"])
         name = "model.norm.weight"
         spoiled = serialize([(name, -tensors[name])])

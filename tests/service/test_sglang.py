@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.engine import launch
 from miles_disagg.engine.launch import EngineProcess
 from miles_disagg.engine.sglang import SGLangEngine
@@ -28,9 +29,7 @@ async def test_weights_corrupted_inside_a_stock_sglang_server_are_found_refused_
     tensors = load_file(base / "model.safetensors")
     python = await asyncio.to_thread(sglang_env.python)
     args = ["--dtype", "float32"]
-    spec = launch.sglang(
-        base, python=python, args=args, port=launch.free_port(), device="cpu", weight_version="default"
-    )
+    spec = launch.sglang(base, python=python, args=args, port=free_port(), device="cpu", weight_version="default")
     process = EngineProcess.start(spec, tmp_path / "sglang.log")
     try:
         await process.wait_ready(240.0)

@@ -75,7 +75,9 @@ def small(checkpoint: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["directory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("directory", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.s3)]
+)
 async def test_training_goes_on_while_replicas_are_killed_and_added(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,16 +19,11 @@ import boto3
 import pytest
 from werkzeug.serving import make_server
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.store.base import ObjectStore, open_store
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any-secret", "AWS_REGION": "us-east-1"}
 BUCKET = "miles"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

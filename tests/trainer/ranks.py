@@ -10,8 +10,6 @@ import importlib
 import multiprocessing as mp
 import os
 import queue
-import random
-import socket
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.trainer.base import RankSpec
 
 SCENARIOS = "tests.trainer.scenarios"
@@ -42,7 +41,7 @@ def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> 
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([SCENARIOS])
     results: Any = context.Queue()
-    ports = _free_ports(len(jobs))
+    ports = _different_ports(len(jobs))
     processes = [
         context.Process(target=_rank_main, args=(rank, world_size, ports, jobs, results), daemon=False)
         for rank in range(world_size)
@@ -68,15 +67,11 @@ def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> 
     return out
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports below the ephemeral range: a job may listen on its port a minute later, and no client gets it meanwhile."""
-    found: list[int] = []
+def _different_ports(count: int) -> list[int]:
+    found: set[int] = set()
     while len(found) < count:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            if port not in found and probe.connect_ex(("127.0.0.1", port)):
-                found.append(port)
-    return found
+        found.add(free_port())
+    return list(found)
 
 
 def _rank_main(rank: int, world_size: int, ports: list[int], jobs: dict[str, Job], results: Any) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from miles_disagg.engine.launch import EngineProcess, embedded, free_port
+from miles_disagg.config.machine import free_port
+from miles_disagg.engine.launch import EngineProcess, embedded
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainerSpec, TrainSample
 from tests.engine.checkpoints import make_tokenizer
@@ -265,7 +266,7 @@ async def test_an_engine_serves_a_pipelined_trainers_export_bit_for_bit(
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(models: dict[str, Path]) -> None:
     from miles_disagg.domain.errors import DeadlineExceeded
     from miles_disagg.trainer.base import RankSpec
-    from miles_disagg.trainer.megatron.parallel import free_port, meet
+    from miles_disagg.trainer.megatron.parallel import meet
 
     with pytest.raises(DeadlineExceeded, match=r"all trainer ranks to meet at 127.0.0.1:\d+: ranks \[1, 2\] of 3"):
         meet(RankSpec(0, 3, "127.0.0.1", free_port()), timeout=0.5)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +48,6 @@ class Layout:
     def is_source(self) -> bool:
         """The rank of its pipeline stage that exports weights."""
         return self.tp == 0 and self.dp == 0
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port on `host` that was free a moment ago; rank 0 calls it and tells the others."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return s.getsockname()[1]
 
 
 def initialize(spec: TrainerSpec, rank: RankSpec) -> Layout:
