@@ -11,6 +11,7 @@ elsewhere would. `--decode-interval 0` measures the bare machine.
 
 `--long-tail` gives every sample a lognormal length (`examples/long_tail.py`), which a synchronous schedule has to wait
 for, and compares both schedules over `--seeds` seeds: their final rewards must agree within one standard deviation.
+`--keep DIR` writes what each run gave to a file there; called again, only the runs that are missing are made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -78,6 +81,20 @@ def measure(schedule: str, steps: int, flags: list[str], run_dir: Path) -> dict[
     }
 
 
+def kept(file: Path | None, settings: list[str], make: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What `make` gives, or what an earlier call with the same settings left in `file`."""
+    if file is not None and file.exists():
+        found = json.loads(file.read_text())
+        if found["settings"] != settings:
+            raise SystemExit(f"--keep: {file} is of another benchmark, {found['settings']}: give an empty directory")
+        return found["row"]
+    row = make()
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"settings": settings, "row": row}) + "\n")
+    return row
+
+
 def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Means over the seeds, the ratio of the samples per second, and whether the final rewards agree."""
     out: dict[str, Any] = {name: {k: fmean(row[k] for row in rows) for k in rows[0]} for name, rows in runs.items()}
@@ -98,6 +115,7 @@ def main() -> None:
     parser.add_argument("--decode-interval", type=float, default=0.05, help="least seconds per decode step")
     parser.add_argument("--long-tail", action="store_true", help="lognormal lengths (sigma 1), 16 groups a step, K = 4")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each schedule, with seeds 1, 2, ...")
+    parser.add_argument("--keep", type=Path, help="directory of finished runs, which are not made again")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     args, flags = parser.parse_known_args()
     if args.steps <= WARM_UP:
@@ -105,12 +123,16 @@ def main() -> None:
     flags = [*flags, "--rollout-decode-interval", str(args.decode_interval)]
     runs: dict[str, list[dict[str, float]]] = {"sync": [], "async": []}
     with tempfile.TemporaryDirectory(prefix="bench-async-") as directory:
+        model = []
         if args.long_tail:
-            flags = [*LONG_TAIL, "--hf-checkpoint", str(longer_model(Path(directory))), *flags]
+            flags = [*LONG_TAIL, *flags]
+            model = ["--hf-checkpoint", str(longer_model(Path(directory)))]
         for seed in range(1, args.seeds + 1):
             seeded = [*flags, "--rollout-seed", str(seed)] if args.seeds > 1 else flags
             for name, rows in runs.items():
-                rows.append(measure(name, args.steps, seeded, Path(directory) / f"{name}-{seed}"))
+                run = partial(measure, name, args.steps, [*model, *seeded], Path(directory) / f"{name}-{seed}")
+                file = args.keep / f"{name}-{seed}.json" if args.keep else None
+                rows.append(kept(file, [str(args.steps), *seeded], run))
                 print(f"{name:5} seed {seed}: " + "  ".join(f"{k} {v:.3f}" for k, v in rows[-1].items()), flush=True)
     result = compared(runs)
     print(f"asynchronous / synchronous samples per second: {result['speedup']:.2f}x")

@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from miles_disagg.cluster import checkpoints, resume, specs
 from miles_disagg.cluster.calls import call
 from miles_disagg.cluster.connect import cluster, incarnation, reserved
 from miles_disagg.cluster.endpoint import ServiceFleet
+from miles_disagg.cluster.evaluation_replicas import EvaluationReplicas
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.frozen import serving
 from miles_disagg.cluster.peer import PeerChannel
@@ -137,6 +138,9 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         base = VersionRef(config.run_id, 0)
         fleet, endpoint = await _rollout_side(config, plan, store, base, console.say)
         stack.push_async_callback(fleet.stop)
+        evaluators = await _evaluators(config, plan, store, base, console.say)
+        if evaluators is not None:
+            stack.push_async_callback(evaluators.fleet.stop)
         placement = stack.enter_context(
             reserved(
                 plan.trainer.name,
@@ -146,7 +150,8 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
             )
         )
         ranks = plan.trainer.slots * len(plan.trainer.bundles)
-        console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s)")
+        beside = f", and {len(plan.evaluators)} for evaluation alone" if evaluators else ""
+        console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s){beside}")
         served = await stack.enter_async_context(
             serving(
                 specs.frozen_engines(config, plan),
@@ -158,8 +163,10 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         )
         for name, urls in served.items():
             console.say(f"frozen model {name}: {', '.join(urls)}")
-        trainer = await _start_together(config, plan, placement, fleet, stack)
-        producer = await _producer(config, endpoint, base, console.say, stack, served)
+        fleets = [fleet, *([evaluators.fleet] if evaluators else [])]
+        trainer = await _start_together(config, plan, placement, fleets, stack)
+        judge = evaluators.fleet.gateway_url if evaluators else None
+        producer = await _producer(config, endpoint, base, console.say, stack, served, judge)
         if continued is not None and continued.checkpoint is not None:
             await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
             console.say(f"continuing after step {continued.step} from {continued.checkpoint}")
@@ -180,7 +187,7 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         yield Run(
             config, trainer, fleet, producer, publications,
             trackers=trackers, console=console, events=events, timeline=timeline, run_dir=config.run_dir,
-            continued=continued, identity=resume.identity(config, digest),
+            continued=continued, identity=resume.identity(config, digest), evaluators=evaluators,
         )  # fmt: skip
 
 
@@ -229,23 +236,35 @@ async def _rollout_side(
     if endpoint:
         token = read_token(config.engines.rollout_auth_token_file, "--rollout-auth-token-file")
         return ServiceFleet(endpoint, say, token=token), endpoint
-    gateway, url = await _gateway(config)
+    gateway, url = await _gateway(config, "gateway", config.cluster.gateway_port)
     members = specs.fleet_members(config, plan, base, url)
     return Fleet(members, gateway, url, store, specs.fleet_timeouts(config), say), url
 
 
-async def _gateway(config: RunConfig) -> tuple[Any, str]:
-    gateway = _start_here(GatewayActor, config.run_id, "gateway")
+async def _evaluators(
+    config: RunConfig, plan: PlacementPlan, store: Any, base: VersionRef, say: Callable[[str], None]
+) -> EvaluationReplicas | None:
+    """Engines that only evaluate, behind a gateway that rollouts do not know; None where there are none."""
+    if not plan.evaluators:
+        return None
+    gateway, url = await _gateway(config, "eval-gateway", 0)
+    members = specs.evaluation_members(config, plan, base, url)
+    fleet = Fleet(members, gateway, url, store, specs.fleet_timeouts(config), say, counted=False)
+    return EvaluationReplicas(fleet, config.timeouts.update_weights_timeout)
+
+
+async def _gateway(config: RunConfig, name: str, port: int) -> tuple[Any, str]:
+    gateway = _start_here(GatewayActor, config.run_id, name)
     settings = GatewaySettings(request=config.timeouts.rollout_request_timeout)
-    start = gateway.start.remote(config.cluster.gateway_host, config.cluster.gateway_port, config.run_id, settings)
-    return gateway, await call(start, "gateway: start", 60.0)
+    start = gateway.start.remote(config.cluster.gateway_host, port, config.run_id, settings)
+    return gateway, await call(start, f"{name}: start", 60.0)
 
 
 async def _start_together(
     config: RunConfig,
     plan: PlacementPlan,
     placement: PlacementGroup,
-    fleet: Fleet | ServiceFleet,
+    fleets: Sequence[Fleet | ServiceFleet],
     stack: AsyncExitStack,
 ) -> TrainerGroup:
     """Trainer and engines start side by side: both load the same checkpoint and neither needs the other yet."""
@@ -264,12 +283,14 @@ async def _start_together(
             update_timeout=config.timeouts.update_weights_timeout,
         )
     )
+    engines = [asyncio.create_task(fleet.start()) for fleet in fleets]
     try:
-        await fleet.start()
+        await asyncio.gather(*engines)
         trainer = await starting
     except BaseException:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        for task in (starting, *engines):
+            task.cancel()
+        await asyncio.gather(starting, *engines, return_exceptions=True)
         raise
 
     async def close() -> None:
@@ -287,8 +308,9 @@ async def _producer(
     say: Callable[[str], None],
     stack: AsyncExitStack,
     served: Mapping[str, tuple[str, ...]],
+    judge: str | None,
 ) -> RemoteProducer:
-    spec = replace(specs.producer_spec(config, endpoint, base.version), models=served)
+    spec = replace(specs.producer_spec(config, endpoint, base.version), models=served, eval_endpoint=judge)
     producer = RemoteProducer(
         lambda: _start_here(RolloutProducer, config.run_id, "rollout-producer", spec),
         config.timeouts.trainer_start_timeout,

@@ -98,6 +98,7 @@ def _room(config: RunConfig, size: int) -> Iterator[Line]:
     """Free disk where checkpoints are materialized and published, free memory for the trainer's copy."""
     if config.weights.transport == "disk":
         engines = len(config.engines.rollout_external_engine_addrs) or config.engines.num_managed_engines
+        engines += config.num_eval_replicas
         needs = {config.local_checkpoint_dir: engines * size, config.run_dir: 0}
         if not is_url(config.version_store):
             versions = 1 if config.weights.mode == "delta" else 3

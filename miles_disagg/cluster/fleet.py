@@ -61,7 +61,8 @@ class FleetTimeouts:
 
 @dataclass
 class Fleet:
-    """Engines in the order of their names. `repair` re-sends the newest version to a target (broadcast only)."""
+    """Engines in the order of their names. `repair` re-sends the newest version to a target (broadcast only).
+    counted: their acknowledgements are waited for after a publication (False: they only evaluate)."""
 
     members: list[Member]
     gateway: Any
@@ -70,13 +71,14 @@ class Fleet:
     timeouts: FleetTimeouts
     say: Callable[[str], None]
     repair: Callable[[Member, VersionRef], Awaitable[None]] | None = None
+    counted: bool = True
     _watch: asyncio.Task[None] | None = field(default=None, repr=False)
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     async def start(self) -> None:
         """Place and start every engine, at once; the first failure is raised with the engine's last log lines."""
         for member in self.members:
-            await call(self.store.watch.remote("register", member.spec.replica_id), "version store: register", 30.0)
+            await self._book("register", member)
             if member.plan is not None:
                 bundles = [b.resources() for b in member.plan.bundles]
                 member.placement = await asyncio.to_thread(
@@ -146,14 +148,19 @@ class Fleet:
         name = member.spec.replica_id
         lost = bool(status["failure"]) or (member.spec.command is None and not status["process_up"])
         if lost and not member.lost:
-            await call(self.store.watch.remote("forget", name), "version store: forget", _CONTROL_SECONDS)
+            await self._book("forget", member)
             self.say(f"{name} ({status['engine_url']}) is out of rotation: {status['reason']}")
         elif member.lost and not lost and status["ready"]:
-            await call(self.store.watch.remote("register", name), "version store: register", _CONTROL_SECONDS)
+            await self._book("register", member)
             self.say(f"{name} ({status['engine_url']}) is back, at version {status['applied']}")
         elif member.lost and not lost:
             return  # until it serves
         member.lost = lost
+
+    async def _book(self, method: str, member: Member) -> None:
+        if self.counted:
+            what = f"version store: {method} {member.spec.replica_id}"
+            await call(self.store.watch.remote(method, member.spec.replica_id), what, _CONTROL_SECONDS)
 
     # --- updates by broadcast -------------------------------------------------------------------
 

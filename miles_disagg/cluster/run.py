@@ -18,6 +18,7 @@ from miles_disagg.buffer.base import Batch
 from miles_disagg.cluster import checkpoints
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.evaluation import Evaluations
+from miles_disagg.cluster.evaluation_replicas import EvaluationReplicas
 from miles_disagg.cluster.external_evaluation import ExternalEvaluation
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.producer import RemoteProducer
@@ -52,6 +53,7 @@ class Run:
         run_dir: Path,
         identity: Mapping[str, Any],
         continued: Continuation | None = None,
+        evaluators: EvaluationReplicas | None = None,
     ):
         self.config, self.trainer, self.fleet, self.producer = config, trainer, fleet, producer
         self.publications, self.timeline = publications, timeline
@@ -62,7 +64,7 @@ class Run:
         self._identity, self._continued = identity, continued
         self.steps_done = continued.step if continued else 0
         state = continued.state if continued else None
-        self._external = _external_evaluation(config)
+        self._external, self.evaluators = _external_evaluation(config), evaluators
         logger = config.plugins.custom_eval_rollout_log_function_path
         self._evaluations = Evaluations(
             self._evaluate, trackers, console.say, run_dir,
@@ -202,7 +204,7 @@ class Run:
         return bool(interval) and not last and (step + 1) % (interval or 1) == 0
 
     async def evaluate_in_background(self, step: int) -> None:
-        """Evaluate the newest version on the shared engines while training goes on."""
+        """Evaluate the newest version while training goes on."""
         await self._evaluations.in_background(step, self.version)
 
     async def evaluate_final(self) -> None:
@@ -217,8 +219,12 @@ class Run:
         with self.timeline.span("evaluate", constraint.exact_version):
             if self._external is not None:
                 return await self._external(constraint, timeout)
+            pinned = {}
+            if self.evaluators is not None and constraint.exact_version is not None:
+                pinned["eval/pin_seconds"] = await self.evaluators.pin(constraint.exact_version)
             what = f"evaluate {constraint}"
-            return await self._ask_producer("evaluate", what, constraint, timeout, timeout=timeout + 10)
+            metrics = await self._ask_producer("evaluate", what, constraint, timeout, timeout=timeout + 10)
+            return {**metrics, **pinned}
 
     @property
     def accuracies(self) -> list[tuple[int, float]]:
@@ -282,6 +288,8 @@ class Run:
         self._events.write(self.timeline.drain())
         self._events.write(await self.trainer.events())
         self._events.write(await self.fleet.events())
+        if self.evaluators is not None:
+            self._events.write(await self.evaluators.events())
 
     def _take_pending(self) -> dict[str, float]:
         out, self._pending = {**self._pending, **self.publications.take_metrics()}, {}

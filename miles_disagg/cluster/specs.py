@@ -168,40 +168,61 @@ def peer_options(config: RunConfig) -> PeerOptions:
 
 def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gateway_url: str) -> list[Member]:
     """One member per managed or attached engine; none in the service topology."""
-    engines, weights = config.engines, config.weights
-    model = ModelFacts.read(config.checkpoint)
+    engines, model = config.engines, ModelFacts.read(config.checkpoint)
     api_key = read_token(engines.rollout_auth_token_file, "--rollout-auth-token-file")
     units = [group.unit for group in plan.engines]
     names = [u.name for u in units if u] or [f"engine-{i}" for i in range(len(engines.rollout_external_engine_addrs))]
     members = []
     for i, name in enumerate(names):
         unit = units[i] if units else None
-        command = engine_command(config, unit, model) if unit else None
-        address = None if plan.engines else f"http://{engines.rollout_external_engine_addrs[i].removeprefix('http://')}"
-        staging = None
-        if weights.transport == "disk":
-            directory = config.local_checkpoint_dir / name
-            hook = weights.custom_update_weight_pre_read_path
-            staging = StagingSpec(config.version_store, directory, config.checkpoint.absolute(), hook)
-        spec = HostSpec(
-            replica_id=name,
-            base=base,
-            command=command,
-            engine_url=address,
-            wanted=None if plan.engines else wanted(config, model),
-            api_key=None if plan.engines else api_key,
-            gateways=(gateway_url,),
-            listen=Listen(config.cluster.gateway_host),
-            mode=engines.pause_generation_mode,
-            activation=weights.activation if weights.publishes_deltas else "reload",
-            checkpoint=config.checkpoint.absolute(),
-            start_timeout=config.timeouts.engine_start_timeout,
-            limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
-            peer=peer_options(config) if weights.transport == "p2p" else None,
+        spec = replace(
+            _host_spec(config, name, base, gateway_url),
+            command=engine_command(config, unit, model) if unit else None,
+            peer=peer_options(config) if config.weights.transport == "p2p" else None,
         )
+        if not plan.engines:
+            address = f"http://{engines.rollout_external_engine_addrs[i].removeprefix('http://')}"
+            spec = replace(spec, engine_url=address, wanted=wanted(config, model), api_key=api_key)
         group = plan.engines[i] if plan.engines else None
-        members.append(Member(spec, staging, group, num_ranks=max(1, unit.gpus) if unit else 1))
+        members.append(Member(spec, _staging(config, name), group, num_ranks=max(1, unit.gpus) if unit else 1))
     return members
+
+
+def evaluation_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gateway_url: str) -> list[Member]:
+    """One member per engine that only evaluates. gateway_url: of their own gateway."""
+    model, members = ModelFacts.read(config.checkpoint), []
+    for group in plan.evaluators:
+        unit = group.unit
+        assert unit is not None
+        spec = _host_spec(config, unit.name, base, gateway_url)
+        spec = replace(spec, command=engine_command(config, unit, model), follow=False)
+        members.append(Member(spec, _staging(config, unit.name), group, num_ranks=max(1, unit.gpus)))
+    return members
+
+
+def _host_spec(config: RunConfig, name: str, base: VersionRef, gateway_url: str) -> HostSpec:
+    """What all engines of a run have in common."""
+    weights = config.weights
+    return HostSpec(
+        replica_id=name,
+        base=base,
+        command=None,
+        gateways=(gateway_url,),
+        listen=Listen(config.cluster.gateway_host),
+        mode=config.engines.pause_generation_mode,
+        activation=weights.activation if weights.publishes_deltas else "reload",
+        checkpoint=config.checkpoint.absolute(),
+        start_timeout=config.timeouts.engine_start_timeout,
+        limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
+    )
+
+
+def _staging(config: RunConfig, name: str) -> StagingSpec | None:
+    """Where an engine's versions come from and are built; None where they are sent to it."""
+    if config.weights.transport != "disk":
+        return None
+    hook = config.weights.custom_update_weight_pre_read_path
+    return StagingSpec(config.version_store, config.local_checkpoint_dir / name, config.checkpoint.absolute(), hook)
 
 
 def wanted(config: RunConfig, model: ModelFacts) -> Wanted:

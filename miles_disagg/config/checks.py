@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_disagg.config.base import bounds_of
+from miles_disagg.config.evaluation_checks import evaluation
 from miles_disagg.config.flags import CONFIG_FILE, SGLANG_PREFIX, closest, flag, load_files, section_of
 from miles_disagg.config.loss_checks import loss
 from miles_disagg.config.machine import Machine, port_problem
@@ -45,7 +46,7 @@ def check(config: RunConfig, machine: Machine | None = None, environ: Mapping[st
     if found := list(_server_groups(config)):
         problems.extend(found)
         config = config.replace(sglang_config=None)
-    for rule in (_required, _data, _topology, _sglang, weights, _pacing, _trainer, loss, _outputs):
+    for rule in (_required, _data, evaluation, _topology, _sglang, weights, _pacing, _trainer, loss, _outputs):
         problems.extend(rule(config))
     problems.extend(_addresses(config))
     if not joins_cluster(config, environ):
@@ -85,7 +86,7 @@ def _required(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    data, reward, evaluation = config.data, config.reward, config.evaluation
+    data, reward = config.data, config.reward
     if data.prompt_data and data.task:
         yield "--prompt-data and --task both say where prompts come from: drop one"
     source = config.plugins.data_source_path
@@ -107,17 +108,6 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield "--rm-type remote_rm and --rm-url go together: give both or neither"
     if reward.rm_type in ("exact", "math") and data.prompt_data and not source and not data.label_key:
         yield f"--rm-type {reward.rm_type} compares with an answer: name its key with --label-key"
-    if len(evaluation.eval_prompt_data) % 2:
-        yield "--eval-prompt-data takes pairs of a name and a file: NAME PATH [NAME PATH ...]"
-    if evaluation.eval_prompt_data and evaluation.eval_interval is None:
-        yield "--eval-prompt-data has no effect without --eval-interval: give both"
-    if evaluation.eval_function_path:
-        if evaluation.eval_interval is None:
-            yield "--eval-function-path has no effect without --eval-interval: give both"
-        if config.weights.transport != "disk":
-            yield "--eval-function-path reads versions from the store: use --update-weight-transport disk"
-    elif evaluation.eval_interval and not evaluation.eval_prompt_data and not data.task:
-        yield "--eval-interval needs held-out prompts: give --eval-prompt-data NAME PATH"
     if config.rollout.n_samples_per_prompt < 2 and config.loss.compares_samples:
         yield (
             f"--n-samples-per-prompt 1 with --advantage-estimator {config.loss.advantage_estimator}: "
@@ -417,6 +407,8 @@ def _resources(config: RunConfig, machine: Machine) -> Iterator[str]:
     gpus = math.ceil(round(wanted.get("GPU", 0), 6))
     if gpus > machine.gpus:
         asked = [f"--rollout-num-gpus {config.engines.rollout_num_gpus}"] if config.engines.rollout_num_gpus else []
+        if config.evaluation.eval_num_gpus:
+            asked.append(f"--eval-num-gpus {config.evaluation.eval_num_gpus}")
         if resolved.trainer.trainer_device == "cuda":
             asked.insert(0, f"--actor-num-gpus-per-node {config.trainer.actor_num_gpus_per_node}")
         yield (

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from miles_disagg.config.base import NonNegativeFloat, PositiveInt, Probability, Section
+from miles_disagg.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, Section
 
 QUICKSTART = "builtin:quickstart"
 """Value of --hf-checkpoint for the quickstart's tiny model, made on first use."""
@@ -77,6 +77,10 @@ class EvalConfig(Section):
     """Longest evaluated completion in tokens; unset: --rollout-max-response-len."""
     eval_overflow: Literal["skip", "wait"] = "skip"
     """An evaluation that is due while the last one still runs: skipped with its reason, or training waits."""
+    eval_num_replicas: PositiveInt | None = None
+    """Engines for evaluation alone, at exactly the version that is evaluated; unset: the rollout engines do it too."""
+    eval_num_gpus: NonNegativeInt = 0
+    """GPUs for engines of evaluation alone, --rollout-num-gpus-per-engine each."""
     eval_function_path: str | None = None
     """Function of an exported checkpoint and its version, instead of asking the engines; needs versions on disk."""
     skip_eval_before_train: bool = False

@@ -1,6 +1,6 @@
 """Which placement groups a run needs: a pure plan, printed by --dry-run and carried out by `cluster`.
 
-One group for the trainer, one for each managed engine (frozen models' and placeholders
+One group for the trainer, one for each managed engine (frozen models', placeholders and engines that only evaluate
 included). Reserving them on Ray is `cluster.placement`.
 """
 
@@ -46,7 +46,7 @@ class GroupPlan:
     """One placement group. `slots` processes (ranks or server nodes) live in each bundle."""
 
     name: str
-    role: Literal["trainer", "engine", "frozen engine", "placeholder"]
+    role: Literal["trainer", "engine", "evaluation replica", "frozen engine", "placeholder"]
     strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]
     bundles: tuple[Bundle, ...]
     slots: int
@@ -61,7 +61,8 @@ class GroupPlan:
 class PlacementPlan:
     """All placement groups of a run; `engines` is empty in the attached and service topologies.
 
-    frozen: engines of models that are never updated; placeholders: reserved for others, nothing is started there.
+    evaluators: engines of the policy that only evaluate. frozen: engines of models that are never updated;
+    placeholders: reserved for others, nothing is started there.
     """
 
     trainer: GroupPlan
@@ -69,11 +70,12 @@ class PlacementPlan:
     device: Literal["cpu", "cuda", "auto"]
     frozen: tuple[GroupPlan, ...] = ()
     placeholders: tuple[GroupPlan, ...] = ()
+    evaluators: tuple[GroupPlan, ...] = ()
 
     @property
     def groups(self) -> tuple[GroupPlan, ...]:
         """Trainer first, then engines."""
-        return (self.trainer, *self.engines, *self.frozen, *self.placeholders)
+        return (self.trainer, *self.engines, *self.evaluators, *self.frozen, *self.placeholders)
 
     def total(self) -> dict[str, float]:
         """Resources of all groups together."""
@@ -122,13 +124,26 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     plans: dict[str, list[GroupPlan]] = {"engine": [], "frozen engine": [], "placeholder": []}
     for role, unit in _units(config):
         plans[role].append(_engine_group(config, role, unit))
-    parts = tuple(plans["engine"]), trainer.trainer_device, tuple(plans["frozen engine"]), tuple(plans["placeholder"])
-    return PlacementPlan(trainer_group, *parts)
+    return PlacementPlan(
+        trainer_group,
+        tuple(plans["engine"]),
+        trainer.trainer_device,
+        frozen=tuple(plans["frozen engine"]),
+        placeholders=tuple(plans["placeholder"]),
+        evaluators=tuple(_engine_group(config, "evaluation replica", unit) for unit in _evaluators(config)),
+    )
 
 
 def policy_engines(config: RunConfig) -> list[EngineUnit]:
     """The managed engines that serve the policy."""
     return [unit for role, unit in _units(config) if role == "engine"]
+
+
+def _evaluators(config: RunConfig) -> Iterator[EngineUnit]:
+    """Engines that only evaluate; as the policy's, without what a file of server groups adds."""
+    gpus = config.engines.rollout_num_gpus_per_engine if config.evaluation.eval_num_gpus else 0
+    for i in range(config.num_eval_replicas):
+        yield EngineUnit(f"eval-{i}", "policy", None, True, gpus)
 
 
 def _units(config: RunConfig) -> Iterator[tuple[Literal["engine", "frozen engine", "placeholder"], EngineUnit]]:

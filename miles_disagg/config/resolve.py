@@ -32,6 +32,7 @@ def resolve(config: RunConfig, gpus: int | None = None) -> RunConfig:
             config.weights.update_weight_local_checkpoint_dir or str(run_dir / "replicas")
         ),
         "eval_max_response_len": config.evaluation.eval_max_response_len or config.rollout.rollout_max_response_len,
+        "eval_num_replicas": config.num_eval_replicas or None,
         "lr_decay_iters": config.optimizer.lr_decay_iters or _optimizer_steps(config),
     }
     if config.engines.sglang_config:

@@ -104,6 +104,13 @@ class RunConfig(Section):
         return Path(_settled(self.weights.update_weight_local_checkpoint_dir, "--update-weight-local-checkpoint-dir"))
 
     @property
+    def num_eval_replicas(self) -> int:
+        """Engines that evaluate and do nothing else; 0: the rollout engines evaluate too."""
+        if self.evaluation.eval_num_gpus:
+            return self.evaluation.eval_num_gpus // self.engines.rollout_num_gpus_per_engine
+        return self.evaluation.eval_num_replicas or 0
+
+    @property
     def samples_per_step(self) -> int:
         """Samples that one training step consumes."""
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt

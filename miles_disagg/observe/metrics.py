@@ -52,6 +52,7 @@ METRICS: Mapping[str, Metric] = _declare(
         ("eval/accuracy", "1", "greedy accuracy on held-out prompts"),
         ("eval/weight_version", "version", "policy version that was evaluated"),
         ("eval/seconds", "s", "wall time of the evaluation"),
+        ("eval/pin_seconds", "s", "until engines of evaluation alone served the version, its publication included"),
         ("eval/failed", "prompts", "held-out prompts without an answer; not in the accuracy"),
         ("eval/skipped", "evaluations", "evaluations skipped so far; the reasons are in evaluations.jsonl"),
         ("train/loss", "1", "loss of the optimizer steps of this rollout step"),

@@ -49,7 +49,8 @@ class Reconciler:
     """See the module. `run` until cancelled; every error is logged, remembered in `last_error` and retried.
 
     stager None: versions come by broadcast from the trainer; the loop then only watches the engine, and serves again
-    what a restarted engine says it holds. admit: raises what speaks against an engine that answers while it is fenced:
+    what a restarted engine says it holds. follow: False for a replica that stays where it is until `hold` names
+    another version. admit: raises what speaks against an engine that answers while it is fenced:
     whoever runs it may have started another one at that address.
     """
 
@@ -62,8 +63,9 @@ class Reconciler:
         sink: ActivationSink | None = None,
         settings: ReconcilerSettings | None = None,
         admit: Callable[[], Awaitable[None]] | None = None,
+        follow: bool = True,
     ):
-        self._admit = admit
+        self._admit, self._follow = admit, follow
         self._replica, self._source, self._stager, self._sink = replica, source, stager, sink
         self._settings = settings or ReconcilerSettings()
         self._wake = asyncio.Event()
@@ -85,7 +87,8 @@ class Reconciler:
 
     def hold(self, version: int | None, seconds: float) -> VersionRef:
         """Stay at `version` of the run served (None: at what is served now) for an evaluation, until `release` or for
-        `seconds`. WeightVersionGone for one that was left behind, or is being left right now."""
+        `seconds`; a version that is not published yet is waited for. WeightVersionGone for one that was left behind, or
+        is being left right now."""
         gate = self._replica.gate
         if gate.served is None or self._stager is None:
             raise InvalidRequest("hold: nothing is served yet, or versions come by broadcast")
@@ -148,7 +151,9 @@ class Reconciler:
             gate.latest = latest
         if self.held is not None and latest is not None and self.held.run_id != latest.run_id:
             self.release(f"the store moved to {latest}")
-        target = self.held or latest
+        target = latest if self._follow or gate.served is None else gate.served
+        if self.held is not None and (latest is None or self.held <= latest):
+            target = self.held
         fallback = self._last_served
         if target is None or fallback is None or self._replica.applied is not None:
             return target
@@ -160,7 +165,7 @@ class Reconciler:
         with self._doing("materializing" if applied else "catching_up" if target.version else "materializing_base"):
             async with _deadline(f"{target} to be materialized", self._settings.materialize):
                 materialized = await self._materialize(target, stager)
-        if self.held is not None and self.held != target:  # held meanwhile
+        if self.held is not None and self.held.run_id == target.run_id and self.held < target:  # held meanwhile
             return
         try:
             with self._doing("activating"):

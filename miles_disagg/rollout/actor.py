@@ -70,11 +70,15 @@ class RolloutEngine:
             pre_read = import_hook(staging.pre_read_path, PRE_READ)
             return DiskStager(objects, staging.directory, staging.base, reader=spec.replica_id, pre_read=pre_read)
 
-        self._host = EngineHost(spec, source=ledger, stager=stager if staging else None, sink=ledger)
+        sink = ledger if spec.follow else None  # who does not follow must not be waited for
+        self._host = EngineHost(spec, source=ledger, stager=stager if staging else None, sink=sink)
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL."""
         return await self._host.start()
+
+    async def pin(self, version: int, seconds: float) -> None:
+        await self._host.pin(version, seconds)
 
     async def begin_update(self, ref: VersionRef) -> None:
         await self._host.begin_update(ref)
@@ -120,8 +124,8 @@ class RolloutEngine:
 
 @dataclass(frozen=True)
 class ProducerSpec:
-    """Everything the producer is made of. endpoint: URL of the gateway or rollout service; models: URLs of frozen ones
-    by name. Times in seconds."""
+    """Everything the producer is made of. endpoint: URL of the gateway or rollout service; eval_endpoint: of engines
+    that only evaluate (None: there are none); models: URLs of frozen ones by name. Times in seconds."""
 
     run_id: str
     endpoint: str
@@ -149,6 +153,7 @@ class ProducerSpec:
     filter_path: str | None = None
     teacher: TeacherSpec | None = None
     buffer_path: str | None = None
+    eval_endpoint: str | None = None
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -189,20 +194,28 @@ class RolloutProducer:
         os.environ[VARIABLE] = json.dumps(dict(spec.models))  # this actor's process, and its reward workers
         function = load_reward(spec.rm_type, custom_path=spec.custom_rm_path, url=spec.rm_url)
         self._reward = RewardRunner(function, timeout=spec.reward_timeout, workers=spec.reward_workers)
-        token = read_token(spec.token_file, "--rollout-auth-token-file")
-        self._client = RolloutClient(spec.endpoint, api_key=token, timeout=spec.request_timeout, run_id=spec.run_id)
-        self._generate: GenerationClient = ContinuingClient(self._client) if spec.options.partial else self._client
-        if spec.generate_path:
-            plugged = import_function(spec.generate_path, "--custom-generate-function-path")
-            self._generate = PluggedClient(self._generate, plugged, tokenizer)
+        self._clients: list[RolloutClient] = []
+        generate = self._client(spec.endpoint, tokenizer)
+        self._judge = self._client(spec.eval_endpoint, tokenizer) if spec.eval_endpoint else generate
         self._teachers = Teachers(spec.teacher) if spec.teacher else None
-        taught = TaughtClient(self._generate, self._teachers) if self._teachers else self._generate
+        taught = TaughtClient(generate, self._teachers) if self._teachers else generate
         chosen = import_function(spec.filter_path, "--dynamic-sampling-filter-path") if spec.filter_path else None
         self._buffer = make_buffer(spec.buffer_path, spec.buffer_groups)
         self._producer = Producer(
             taught, source, self._reward, self._buffer, Ledger(), spec.options, spec.sampling,
             run_id=spec.run_id, version=spec.version, on_group=self._saw, group_filter=chosen,
         )  # fmt: skip
+
+    def _client(self, endpoint: str, tokenizer: Any) -> GenerationClient:
+        """What generates samples at `endpoint`, by the run's generate function if there is one."""
+        spec, token = self._spec, read_token(self._spec.token_file, "--rollout-auth-token-file")
+        client = RolloutClient(endpoint, api_key=token, timeout=spec.request_timeout, run_id=spec.run_id)
+        self._clients.append(client)
+        generate: GenerationClient = ContinuingClient(client) if spec.options.partial else client
+        if spec.generate_path is None:
+            return generate
+        plugged = import_function(spec.generate_path, "--custom-generate-function-path")
+        return PluggedClient(generate, plugged, tokenizer)
 
     def _saw(self, group: Any) -> None:
         times = [s.timings for s in group.samples if "submitted" in s.timings and "finished" in s.timings]
@@ -237,7 +250,7 @@ class RolloutProducer:
         """Accuracy on the held-out prompts under `constraint`, as metrics."""
         self._evaluations += 1
         result = await evaluate(
-            self._generate, self._held_out, self._spec.eval_sampling, constraint, self._reward,
+            self._judge, self._held_out, self._spec.eval_sampling, constraint, self._reward,
             name=f"{self._name}-{self._evaluations}", timeout=timeout, max_concurrent=len(self._held_out),
         )  # fmt: skip
         if constraint.exact_version is not None and result.num_gone:
@@ -273,7 +286,8 @@ class RolloutProducer:
 
     async def close(self) -> None:
         """Release connections and reward workers."""
-        await self._client.close()
+        for client in self._clients:
+            await client.close()
         if self._teachers is not None:
             await self._teachers.close()
         await self._reward.close()

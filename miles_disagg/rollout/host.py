@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -75,7 +76,8 @@ class HostSpec:
     if that is given). base: version of the
     checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
     URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
-    verify_interval: between looks at the live weights (None: never). zone: where this host is, for relays. peer: how
+    verify_interval: between looks at the live weights (None: never). follow: False for an engine that only evaluates:
+    it serves the version that `pin` named last, not the newest. zone: where this host is, for relays. peer: how
     weights come peer to peer (None: they do not). Times in seconds.
     """
 
@@ -96,6 +98,7 @@ class HostSpec:
     watch_interval: float = 0.5
     restart_limit: int = 5
     verify_interval: float | None = None
+    follow: bool = True
     zone: str = ""
     peer: PeerOptions | None = None
 
@@ -164,7 +167,9 @@ class EngineHost:
                     await self._stager.materialize(spec.base)
             if self._source is not None and (self._stager is not None or spec.command is None):
                 admit = None if spec.wanted is None else lambda: self._check(engine)
-                self._reconciler = Reconciler(self.replica, self._source, self._stager, sink=self._sink, admit=admit)
+                self._reconciler = Reconciler(
+                    self.replica, self._source, self._stager, sink=self._sink, admit=admit, follow=spec.follow
+                )
             self._server = await _serve(self.replica, self._reconciler, spec, self._relay)
             if served is not None and self._sink is not None:
                 await self._sink.record_activation(spec.replica_id, served, time.time())
@@ -260,6 +265,18 @@ class EngineHost:
                     await replica.attach(self.spec.run_id)
                 except MilesDisaggError as error:
                     log.warning("%s: restart failed: %s", self.spec.replica_id, error)
+
+    async def pin(self, version: int, seconds: float) -> None:
+        """Serve exactly `version`, once it is published, until the next call. WeightVersionGone if the engine is past
+        it, DeadlineExceeded after `seconds`."""
+        replica, reconciler = self._running(), self._reconciler
+        if reconciler is None:
+            raise EngineError(f"{self.spec.replica_id} reads no versions from a store")
+        ref, deadline = reconciler.hold(version, math.inf), time.monotonic() + seconds
+        while replica.applied != ref:
+            if not await replica.gate.wait_changed(deadline - time.monotonic()):
+                why = reconciler.last_error or f"newest published version {replica.gate.latest}, {replica.gate.reason}"
+                raise DeadlineExceeded(f"{self.spec.replica_id} to serve {ref}", seconds, why)
 
     # --- updates broadcast by the trainer -----------------------------------------------------------
 

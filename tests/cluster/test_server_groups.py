@@ -87,7 +87,7 @@ def test_a_frozen_judge_rewards_and_policy_engines_differ_by_their_group(
     file.write_text(json.dumps({"sglang": [{"name": "policy", "server_groups": groups}, judge]}))
     config = run_config(
         *("--sglang-config", str(file), "--update-weight-transfer-mode", "disk-delta", "--num-rollout", "2"),
-        *("--custom-rm-path", "tests.fakes.judge.mean_logprob", "--prompt-data", str(prompts(tmp_path))),
+        *("--custom-rm-path", "examples.judge.mean_logprob", "--prompt-data", str(prompts(tmp_path))),
     ).replace(task=None, task_size=None)
     plan = plan_placement(config)
     assert [g.unit.name for g in plan.groups if g.unit] == [

@@ -155,6 +155,31 @@ REFUSED = [
         "--eval-function-path a.b --eval-interval 5 --update-weight-transfer-mode broadcast",
         "--eval-function-path reads versions from the store",
     ),
+    ("--eval-num-replicas 1", "--eval-num-replicas 1 has no effect without --eval-interval"),
+    ("--eval-num-replicas 1 --eval-interval 5", "use --update-weight-transfer-mode disk-delta (or disk-full)"),
+    (
+        "--eval-num-replicas 1 --eval-interval 5 --update-weight-transfer-mode disk-delta --eval-function-path a.b",
+        "--eval-num-replicas 1 and --eval-function-path both say what evaluates",
+    ),
+    (
+        "--eval-num-replicas 1 --eval-interval 5 --rollout-endpoint http://x --version-store /v",
+        "this run starts none (--rollout-endpoint)",
+    ),
+    (
+        "--eval-num-gpus 2 --eval-interval 5 --rollout-external --rollout-external-engine-addrs h:1 "
+        "--update-weight-transfer-mode disk-full",
+        "--eval-num-gpus 2 starts engines, but this run starts none (--rollout-external)",
+    ),
+    (
+        "--eval-num-gpus 3 --eval-interval 5 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
+        "--eval-num-gpus 3 is not divisible by --rollout-num-gpus-per-engine 2",
+    ),
+    ("--eval-num-gpus 2 --eval-num-replicas 1 --eval-interval 5", "contradicts --eval-num-gpus 2 / "),
+    ("--eval-num-replicas 1 --rollout-num-gpus 1 --eval-interval 5", "say on how many GPUs with --eval-num-gpus"),
+    (
+        "--eval-num-gpus 1 --eval-interval 5 --update-weight-transfer-mode disk-delta",
+        "--eval-num-gpus 1 want 1 GPU(s), this machine has 0",
+    ),
     ("--mask-offpolicy-in-partial-rollout", "has no effect without --partial-rollout"),
     ("--async-max-concurrent-samples 3", "--async-max-concurrent-samples 3 is below --n-samples-per-prompt 8"),
     ("--max-weight-staleness 0 --update-weights-interval 2", "set the interval to 1"),
@@ -248,6 +273,7 @@ def test_prompt_data_with_an_exact_reward_needs_a_label_key():
         "--pause-generation-mode abort --schedule sync",
         "--pause-generation-mode abort --partial-rollout --mask-offpolicy-in-partial-rollout",
         "--schedule sync --over-sampling-batch-size 64 --partial-rollout",
+        "--eval-num-replicas 2 --eval-interval 5 --update-weight-transfer-mode disk-full",
         "--update-weight-transfer-mode disk-delta --update-weight-encoding sparse --update-weight-anchor-interval 10",
         "--update-weight-mode delta --update-weight-transport disk --update-weight-transfer-mode disk-delta",
         "--update-weight-mode delta --update-weight-transport broadcast",

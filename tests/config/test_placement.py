@@ -81,6 +81,21 @@ def test_gpu_engines_reserve_cores_too_and_large_ones_span_nodes():
     assert plan.total()["GPU"] == 33
 
 
+def test_engines_that_only_evaluate_have_groups_of_their_own():
+    flags = ("--eval-interval", "5", "--update-weight-transfer-mode", "disk-delta")
+    plan = plan_placement(resolved("--eval-num-replicas", "2", *flags))
+    assert [g.unit and g.unit.name for g in plan.engines] == ["engine-0"]
+    assert [g.unit and g.unit.name for g in plan.evaluators] == ["eval-0", "eval-1"]
+    assert plan.total() == {"CPU": 4.0}
+    assert "evaluation replica: 2 engine(s) in 2 placement groups" in plan.describe()
+    gpus = ("--rollout-engine", "sglang", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")
+    config = resolved(*gpus, "--eval-num-gpus", "4", *flags, gpus=8)
+    assert config.evaluation.eval_num_replicas == 2
+    assert resolve(config, 8) == config
+    assert [g.bundles[0].resources() for g in plan_placement(config).evaluators] == [{"CPU": 1.0, "GPU": 2.0}] * 2
+    assert plan_placement(config).total()["GPU"] == 9
+
+
 def test_a_marked_node_type_is_asked_for_in_every_bundle():
     flags = ("--actor-node-resource", "trainer_node", "--rollout-node-resource", "rollout_node")
     plan = plan_placement(resolved(*flags))

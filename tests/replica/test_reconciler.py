@@ -167,6 +167,48 @@ async def test_a_hold_that_comes_while_the_next_version_materializes_is_kept(
     assert replica.applied == ref(1)
 
 
+async def test_a_version_that_is_not_published_yet_is_waited_for_and_kept(
+    replica: Replica, store: FakeStore, reconciler: Reconciler
+) -> None:
+    await until(lambda: replica.applied == ref(0))
+    reconciler.hold(2, 60.0)
+    store.publish(ref(1))
+    await until(lambda: replica.applied == ref(1))
+    store.publish(ref(2))
+    await until(lambda: replica.applied == ref(2))
+    store.publish(ref(3))
+    await asyncio.sleep(0.15)
+    assert replica.applied == ref(2)
+    assert store.materialized == [ref(1), ref(2)]
+    assert reconciler.errors_in_a_row == 0
+
+
+async def test_one_that_does_not_follow_serves_only_what_it_is_told(
+    replica: Replica, store: FakeStore, engine: FakeEngine
+) -> None:
+    reconciler = Reconciler(replica, store, store, settings=FAST, follow=False)
+    loop = asyncio.create_task(reconciler.run())
+    store.publish(ref(3))
+    await asyncio.sleep(0.15)
+    assert (replica.applied, store.materialized) == (ref(0), [])
+    reconciler.hold(5, float("inf"))
+    store.publish(ref(4))
+    await asyncio.sleep(0.15)
+    assert replica.applied == ref(0), "not by way of versions that nobody asked for"
+    store.publish(ref(5))
+    await until(lambda: replica.applied == ref(5))
+    store.publish(ref(6))
+    engine.kill()
+    await until(lambda: replica.state == "fenced")
+    engine.revive(str(ref(0)))
+    await until(lambda: replica.applied == ref(5))
+    reconciler.release()
+    await asyncio.sleep(0.15)
+    assert replica.applied == ref(5)
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+
+
 async def test_a_new_run_takes_over_and_old_version_numbers_are_refused_meanwhile(
     replica: Replica, store: FakeStore, reconciler: Reconciler
 ) -> None:

@@ -1,4 +1,10 @@
-"""A reward function that asks a frozen model of the run: the mean logprob of the response under it."""
+"""Asynchronous reward function: what a frozen model of the run thinks of the answer, asked over HTTP.
+
+`--custom-rm-path examples.judge.mean_logprob --sglang-config FILE`
+
+with a model called `judge` in FILE whose `update_weights` is false, and the policy's tokenizer. It runs on the event
+loop and waits for the judge without holding a thread.
+"""
 
 import aiohttp
 
@@ -7,6 +13,7 @@ from miles_disagg.prompts.models import served_model
 
 
 async def mean_logprob(sample: Sample) -> float:
+    """Mean logprob of the answer's tokens under the judge, nats."""
     ids = [*sample.prompt.tokens, *sample.tokens]
     params = {"max_new_tokens": 1, "temperature": 0.0}
     body = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
@@ -15,5 +22,6 @@ async def mean_logprob(sample: Sample) -> float:
     async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as response:
         answer = await response.json()
     rows = answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :]
-    assert [row[1] for row in rows] == list(sample.tokens)
+    if [row[1] for row in rows] != list(sample.tokens):
+        raise ValueError(f"the judge scored other tokens than those of {sample.sample_id}: another tokenizer?")
     return sum(row[0] for row in rows) / len(rows)
