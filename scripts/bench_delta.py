@@ -10,6 +10,7 @@ checkpoint; `--record DIR` first trains the quickstart in bf16 to make one in DI
 there). Encode includes the digest of the target, apply the verification of the complete target. Every ratio is to
 the baseline in this file, above 1 is better; each time is the best of `--repeat`, in processor
 seconds of the one thread, baseline and codec interleaved, so that neighbours on the machine matter little.
+`load_average`: of one minute, before and after.
 `bound_ratio`: baseline bytes over an order-0 entropy bound (which positions, then which differences, both independent
 of everything else); `sparse-max` can beat it because it conditions on the old value.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -82,15 +84,15 @@ def synthetic(density: float, megabytes: int, seed: int = 0) -> Case:
     return "synthetic", "BF16", old.view(np.uint8), new.view(np.uint8)
 
 
-def record(directory: Path, versions: int, flags: list[str]) -> tuple[Path, Path]:
+def record(directory: Path, versions: int, hidden: int, layers: int, flags: list[str]) -> tuple[Path, Path]:
     """(chain, base checkpoint) of a quickstart run in bf16 that publishes deltas to `directory`; made once.
 
-    flags: more flags of `miles-disagg train`.
+    hidden, layers: of its model. flags: more flags of `miles-disagg train`.
     """
-    from miles_disagg.prompts.quickstart import make_quickstart
+    from miles_disagg.prompts.quickstart import Recipe, make_quickstart
 
-    root = Path(__file__).resolve().parent.parent
-    base, chain = Path(make_quickstart(directory / "base").path), directory / "store" / "recorded"
+    root, recipe = Path(__file__).resolve().parent.parent, Recipe(hidden_size=hidden, layers=layers)
+    base, chain = Path(make_quickstart(directory / "base", recipe).path), directory / "store" / "recorded"
     if not (chain / version_directory(versions)).is_dir():
         command = [sys.executable, str(root / "train_async.py"), "--config", str(root / "configs/quickstart.yaml")]
         command += ["--hf-checkpoint", str(base), "--ray-address", "local", "--train-dtype", "bf16"]
@@ -214,15 +216,22 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("build/bench_delta"), help="where --chain is replayed")
     parser.add_argument("--record", type=Path, help="make a recorded run in this directory, or use the one there")
     parser.add_argument("--versions", type=int, default=8, help="how many versions --record publishes")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the model that --record trains")
+    parser.add_argument("--layers", type=int, default=3, help="its layers")
     parser.add_argument("--flags", default="", help='more flags of the recorded run, say --flags="--lr 1e-6"')
     arguments = parser.parse_args()
     if arguments.record and not arguments.chain:
         arguments.chain, arguments.base = record(
-            arguments.record.absolute(), arguments.versions, arguments.flags.split()
+            arguments.record.absolute(),
+            arguments.versions,
+            arguments.hidden,
+            arguments.layers,
+            arguments.flags.split(),
         )
     if bool(arguments.chain) != bool(arguments.base):
         sys.exit("bench_delta: --chain needs --base (the run's base checkpoint), and the other way round")
     results: list[dict[str, float | str]] = []
+    load = os.getloadavg()[0]
     cases: Iterator[Case] = (synthetic(density, arguments.megabytes) for density in arguments.densities)
     for case in cases:
         results += (rows := measure(case, arguments.repeat))
@@ -232,7 +241,7 @@ def main() -> None:
             results += (rows := measure(case, arguments.repeat))
             print_rows(rows)
     if arguments.json:
-        print(json.dumps({"results": results}))
+        print(json.dumps({"results": results, "load_average": [round(load, 2), round(os.getloadavg()[0], 2)]}))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class World:
         await ledger.claim(self.base_digest, owner=OWNER)
         latest = await ledger.latest()
         assert latest is not None
-        source = DiskSource(store.objects, self.materialize("trainer"), workers=1)
+        source = DiskSource(store.objects, self.base, published=self.materialize("trainer"), workers=1)
         source.open(1)
         source.stage(list(self.tensors(latest.version + 1).items()))
 
@@ -115,7 +115,6 @@ class World:
             [_InThread(source)],
             lambda r: ENCODINGS[(self.seed + r.version) % len(ENCODINGS)],
             shortcuts_after=shortcuts,
-            start_version=latest.version,
         )
 
     def collect(self) -> None:

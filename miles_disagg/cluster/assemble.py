@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -136,6 +137,10 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         lineage = Lineage(config.run_dir)
         store, newest = await _claim(config, digest, lineage, stack)
         base = VersionRef(config.run_id, 0)
+        published = None
+        if continued is not None:
+            stack.callback(resume.forget_published_weights, config)
+            published = await asyncio.to_thread(resume.published_weights, config, newest, console.say)
         fleet, endpoint = await _rollout_side(config, plan, store, base, console.say)
         stack.push_async_callback(fleet.stop)
         evaluators = await _evaluators(config, plan, store, base, console.say)
@@ -164,15 +169,16 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         for name, urls in served.items():
             console.say(f"frozen model {name}: {', '.join(urls)}")
         fleets = [fleet, *([evaluators.fleet] if evaluators else [])]
-        trainer = await _start_together(config, plan, placement, fleets, stack)
+        trainer = await _start_together(config, plan, placement, fleets, stack, published)
         judge = evaluators.fleet.gateway_url if evaluators else None
         producer = await _producer(config, endpoint, base, console.say, stack, served, judge)
         if continued is not None and continued.checkpoint is not None:
             await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
             console.say(f"continuing after step {continued.step} from {continued.checkpoint}")
         channel = _channel(
-            config, trainer, store, fleet, Movement(trainer, console.say), full_first=continued is not None
-        )
+            config, trainer, store, fleet, Movement(trainer, console.say),
+            full_first=newest != base and published is None,
+        )  # fmt: skip
         if isinstance(channel, PeerChannel):
             await channel.prepare()
         publications = Publications(
@@ -266,13 +272,17 @@ async def _start_together(
     placement: PlacementGroup,
     fleets: Sequence[Fleet | ServiceFleet],
     stack: AsyncExitStack,
+    published: Path | None,
 ) -> TrainerGroup:
-    """Trainer and engines start side by side: both load the same checkpoint and neither needs the other yet."""
+    """Trainer and engines start side by side: both load the same checkpoint and neither needs the other yet.
+
+    published: checkpoint of the version published last, where that is not the base.
+    """
     device = config.trainer.trainer_device
     starting = asyncio.create_task(
         TrainerGroup.start(
             specs.trainer_spec(config),
-            specs.publication_spec(config, device),
+            specs.publication_spec(config, device, published),
             plan.trainer,
             placement,
             run_id=config.run_id,

@@ -102,8 +102,13 @@ class PeerChannel:
     # --- a version ----------------------------------------------------------------------------------
 
     async def deliver(self, ref: VersionRef) -> dict[str, float]:
-        """Move the pointer, send, land. Engines that fail serve what they served, or stay fenced, and are sent it
-        again by the fleet's supervision."""
+        """Check, move the pointer, send, land. Engines that fail serve what they served, or stay fenced, and are sent
+        it again by the fleet's supervision."""
+        try:
+            await self._ranks("peer_check", f"check {ref}", [()] * self._ranks_count)
+        except BaseException:
+            await self.discard()
+            raise
         metrics = await commit_staged(self._ledger, ref)
         for attempt in range(_ATTEMPTS):
             try:

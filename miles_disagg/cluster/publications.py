@@ -72,7 +72,7 @@ class DiskChannel:
     encoding: of deltas, None for full versions. anchors: when a delta also gets a folded delta and a full version
     beside it. keep_versions: with deltas, how many of the newest stay buildable (None: what some reader has not
     passed). keep_files: remove no version. full_first: publish the first version in full, since no source knows the
-    bytes of the version before it (a continued run).
+    bytes of the version before it (a continued run whose newest version could not be rebuilt).
     """
 
     def __init__(
@@ -140,13 +140,18 @@ class BroadcastChannel:
         self._trainer, self._ledger, self._fleet, self._movement = trainer, ledger, fleet, movement
 
     async def deliver(self, ref: VersionRef) -> dict[str, float]:
-        """Move the pointer, then pause, send from each source in turn, resume.
+        """Prepare, move the pointer, then pause, send from each source in turn, resume.
 
-        The pointer moves first: the staged bytes are the version from here on, and a replica acknowledges only what is
-        published. Engines that fail are left fenced; they are sent it again by the fleet's supervision.
+        The pointer moves before anything is sent: the staged bytes are the version from there on, and a replica
+        acknowledges only what is published. What must not be published is refused before that. Engines that fail are
+        left fenced; they are sent it again by the fleet's supervision.
         """
+        try:
+            await self._trainer.prepare(ref)
+        except BaseException:
+            await self._trainer.discard()
+            raise
         metrics = await commit_staged(self._ledger, ref)
-        await self._trainer.prepare(ref)
         for _ in range(_BROADCAST_ATTEMPTS):
             try:
                 sent = await self.send(ref, None)

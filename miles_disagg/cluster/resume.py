@@ -4,8 +4,11 @@
     RUN_DIR/run.json     the owner token of the claim on the version store, and the highest version number given out
 
 Checkpoints themselves are `checkpoints`. A continued run starts the trainer at its newest checkpoint, or at the base
-checkpoint if it was stopped before the first one, and publishes those weights in full as the version after the
-highest one that was ever given out. So no version number stands for two sets of weights.
+checkpoint if it was stopped before the first one, and publishes those weights as the version after the highest one
+that was ever given out. So no version number stands for two sets of weights. With deltas, the sources compare them with
+the version published last, which `published_weights` builds from the store.
+
+    RUN_DIR/published/weight_v000017/    what it built, for as long as the run lasts
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +26,16 @@ from typing import Any
 from miles_disagg.cluster import checkpoints
 from miles_disagg.cluster.checkpoints import RunState
 from miles_disagg.config.run import RunConfig
-from miles_disagg.domain.errors import ConfigError
+from miles_disagg.domain.errors import ConfigError, MilesDisaggError
+from miles_disagg.domain.versions import VersionRef
+from miles_disagg.store.actor import import_hook
+from miles_disagg.store.base import open_store
+from miles_disagg.store.checkout import check_out
+from miles_disagg.store.ledger import PRE_READ
+from miles_disagg.store.versions import VersionStore
 from miles_disagg.weights.safetensors_file import write_durably
+
+_PUBLISHED = "published"
 
 
 class Lineage:
@@ -106,6 +118,32 @@ def find(config: RunConfig, base_digest: str) -> Continuation | None:
     check_identity(state, identity(config, base_digest))
     _set_back_metrics(run_dir, state.step)
     return Continuation(found[-1], state)
+
+
+def published_weights(config: RunConfig, newest: VersionRef, say: Callable[[str], None]) -> Path | None:
+    """Build the verified checkpoint of the version published last from the store, for the trainer's sources.
+
+    None where it is the base, or where it cannot be built (which is said): the next version then goes out in full.
+    Blocks; `forget_published_weights` removes it.
+    """
+    forget_published_weights(config)  # of a start that was killed
+    if newest.version == 0 or config.weights.transport != "disk" or config.weights.encoding is None:
+        return None
+    directory = config.run_dir / _PUBLISHED / newest.directory
+    try:
+        hook = import_hook(config.weights.custom_update_weight_pre_read_path, PRE_READ)
+        if hook is not None:
+            hook(newest)
+        check_out(VersionStore(open_store(config.version_store)), newest, config.checkpoint, directory)
+    except (MilesDisaggError, OSError) as error:
+        say(f"{newest} cannot be rebuilt from {config.version_store}, so the next version is published whole: {error}")
+        return None
+    return directory
+
+
+def forget_published_weights(config: RunConfig) -> None:
+    """Remove what `published_weights` built; sources that have it open keep it."""
+    shutil.rmtree(config.run_dir / _PUBLISHED, ignore_errors=True)
 
 
 def check_identity(state: RunState, now: Mapping[str, Any]) -> None:

@@ -124,14 +124,15 @@ def loss_spec(config: RunConfig) -> LossSpec:
     )
 
 
-def publication_spec(config: RunConfig, device: str) -> PublicationSpec:
-    """How the sources publish."""
+def publication_spec(config: RunConfig, device: str, published: Path | None = None) -> PublicationSpec:
+    """How the sources publish. published: checkpoint of the version published last, where that is not the base."""
     weights = config.weights
     return PublicationSpec(
         transport=weights.transport,
         store_url=config.version_store,
         checksum=weights.update_weight_delta_checksum,
-        snapshot=str(config.checkpoint.absolute()),
+        base=str(config.checkpoint.absolute()),
+        published=str(published.absolute()) if published is not None else None,
         companions=tuple(str(config.checkpoint.absolute() / name) for name in companion_files(config.checkpoint)),
         bucket_bytes=weights.update_weight_buffer_size,
         backend="nccl" if device == "cuda" else "gloo",

@@ -27,6 +27,7 @@ from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, Publicatio
 from miles_disagg.engine.tensors import INDICES, dtype_name, unflatten
 from miles_disagg.publish.base import BucketTarget, GroupSpec, UpdateTarget
 from miles_disagg.publish.changes import Metas, changed_bucket
+from miles_disagg.publish.finite import refuse_non_finite
 from miles_disagg.weights.digest import new_hasher
 
 MOVED = "weights/moved"
@@ -150,7 +151,9 @@ class BroadcastSource:
         return torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
 
     def prepare(self, version: str) -> None:
-        """Work out what `send` will send, before any engine is paused for it."""
+        """Work out what `send` will send, before any engine is paused for it. NonFiniteWeights for NaN or Inf."""
+        for staged in self._staged:
+            refuse_non_finite(unflatten(staged.flat, staged.metas))
         self._prepared = (version, self._buckets(version, False))
 
     async def send(self, version: str, targets: Sequence[BucketTarget], *, whole: bool = False) -> Mapping[str, float]:

@@ -26,7 +26,7 @@ from miles_disagg.domain.versions import VersionRef
 from miles_disagg.publish.device import DeviceSnapshot
 from miles_disagg.store.base import ObjectStore
 from miles_disagg.store.lineage import SHORTCUTS, Kind, version_key
-from miles_disagg.store.publication import Description, Receipt
+from miles_disagg.store.publication import Description, Receipt, told_when_full
 from miles_disagg.weights.checkpoint import Checkpoint, open_checkpoint
 from miles_disagg.weights.delta import ShardPlan, ShardSummary, ShardWriter, plan_shards
 from miles_disagg.weights.digest import DEFAULT_CHECKSUM, digest
@@ -51,9 +51,10 @@ class _Staged:
 class DiskSource:
     """One source rank's half of a publication. States: idle -> staging -> encoding -> written -> idle.
 
-    snapshot: checkpoint directory with the bytes of the version published last (the base checkpoint at the start, a
-    materialized version after a resume); later snapshots are what was staged, so two copies of this rank's share of
-    the weights are held in host memory (pinned for CUDA tensors), or on `device`, which then also compares them.
+    base: the run's base checkpoint, which says what tensors there are and which a folded delta is against. published:
+    checkpoint directory with the bytes of the version published last, where that is not the base (a run that was
+    continued). Later ones are what was staged, so two copies of this rank's share of the weights are held in host
+    memory (pinned for CUDA tensors), or on `device`, which then also compares them.
     companions: files to put beside a full version (config, tokenizer), source rank 0 only. post_write: called with the
     version after its files are written, for mounts that need a push. workers: encoding threads (None: cores).
     """
@@ -61,8 +62,9 @@ class DiskSource:
     def __init__(
         self,
         objects: ObjectStore,
-        snapshot: Path,
+        base: Path,
         *,
+        published: Path | None = None,
         checksum_format: str = DEFAULT_CHECKSUM,
         companions: Sequence[Path] = (),
         post_write: Callable[[VersionRef], None] | None = None,
@@ -71,8 +73,9 @@ class DiskSource:
     ):
         self._objects, self._checksum_format = objects, checksum_format
         self._companions, self._post_write, self._workers = tuple(companions), post_write, workers
-        self._base: Checkpoint = open_checkpoint(snapshot)
-        self._device = DeviceSnapshot(self._base, device) if device is not None else None
+        self._base: Checkpoint = open_checkpoint(base)
+        self._published = open_checkpoint(published) if published is not None else self._base
+        self._device = DeviceSnapshot(self._published, device) if device is not None else None
         self._snapshot: dict[str, _Staged] = {}
         self._staged: dict[str, _Staged] = {}
         self._spare: dict[str, _Staged] = {}
@@ -121,24 +124,16 @@ class DiskSource:
     def encode(self, ref: VersionRef, encoding: str | None, kind: Kind = "version") -> ShardSummary:
         """Diff, encode and digest what was staged; encoding: of the delta, None for a full version.
 
-        kind: what `write` will write; a folded delta is against `snapshot`. A shortcut comes after its version.
+        kind: what `write` will write; a folded delta is against `base`. A shortcut comes after its version.
         NonFiniteWeights names a tensor with NaN or Inf.
         """
         started = time.monotonic()
         self._drop_writer()
         self._ref, self._kind, self._full = ref, kind, encoding is None
         self._scratch = self._objects.scratch / f"publish-{uuid.uuid4().hex}"
-        self._writer = ShardWriter(self._scratch, encoding, self._checksum_format, self._workers)
-        encoder = None
-        if self._device is not None and kind == "version" and encoding is not None:
-            encoder = partial(self._device.encode, encoding)
-        elif self._device is not None:
-            self._device.fetch()
-        for name, staged in self._staged.items():
-            old = None if self._full else self._old_bytes(name, kind)
-            own = partial(encoder, name, staged.dtype) if encoder is not None else None
-            self._writer.add(name, staged.dtype, staged.shape, staged.bytes, old, own)
-        self._summary = self._writer.summary()
+        with told_when_full(ref, str(self._objects.scratch)):
+            self._writer = ShardWriter(self._scratch, encoding, self._checksum_format, self._workers)
+            self._summary = self._encode_into(self._writer, encoding, kind)
         if kind == "version":
             self._metrics["perf/update_weights_encode_seconds"] = time.monotonic() - started
         return self._summary
@@ -148,12 +143,13 @@ class DiskSource:
         if self._writer is None or self._ref is None:
             raise PublicationFailed("write() without encode()")
         started, summary, prefix = time.monotonic(), self._summary, version_key(self._ref, self._kind)
-        written = self._writer.finish(plan)
-        if written is not None and self._scratch is not None:
-            self._objects.put(f"{prefix}/{written.file}", self._scratch / written.file, consume=True)
-        if self._full:
-            for path in self._companions:
-                self._objects.put(f"{prefix}/{path.name}", path)
+        with told_when_full(self._ref, self._objects.url):
+            written = self._writer.finish(plan)
+            if written is not None and self._scratch is not None:
+                self._objects.put(f"{prefix}/{written.file}", self._scratch / written.file, consume=True)
+            if self._full:
+                for path in self._companions:
+                    self._objects.put(f"{prefix}/{path.name}", path)
         if self._post_write is not None:
             self._post_write(self._ref)
         metrics = {
@@ -186,6 +182,18 @@ class DiskSource:
         self._staged = {}
         self._idle.set()
 
+    def _encode_into(self, writer: ShardWriter, encoding: str | None, kind: Kind) -> ShardSummary:
+        encoder = None
+        if self._device is not None and kind == "version" and encoding is not None:
+            encoder = partial(self._device.encode, encoding)
+        elif self._device is not None:
+            self._device.fetch()
+        for name, staged in self._staged.items():
+            old = None if encoding is None else self._old_bytes(name, kind)
+            own = partial(encoder, name, staged.dtype) if encoder is not None else None
+            writer.add(name, staged.dtype, staged.shape, staged.bytes, old, own)
+        return writer.summary()
+
     def _drop_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
@@ -211,8 +219,10 @@ class DiskSource:
         return spare or _Staged(dtype, shape, torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda))
 
     def _old_bytes(self, name: str, kind: Kind) -> np.ndarray:
-        snapshot = self._snapshot.get(name) if kind == "version" else None
-        return snapshot.bytes if snapshot is not None else self._base.bytes(name)
+        if kind != "version":
+            return self._base.bytes(name)
+        snapshot = self._snapshot.get(name)
+        return snapshot.bytes if snapshot is not None else self._published.bytes(name)
 
 
 class SourceHandle(Protocol):
@@ -275,7 +285,7 @@ async def publish_version(
 
     encoding_of: delta encoding of a version, None to publish it in full. On any error nothing moves, the sources
     forget what was staged, and the error is raised. shortcuts_after: asked after a delta was published whether it also
-    gets an anchor and a folded delta on `start_version`, the version of the sources' `snapshot`; the pointer has moved
+    gets an anchor and a folded delta on `start_version`, the version of the sources' `base`; the pointer has moved
     by then, and an error there is a PublicationFailed that says so.
     """
     ref: VersionRef | None = None

@@ -30,6 +30,7 @@ from miles_disagg.engine.inplace.miles_inplace.transport import (
     element_sum,
     region,
 )
+from miles_disagg.publish.finite import refuse_non_finite
 from miles_disagg.publish.peer_changes import Changes
 from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage
 from miles_disagg.weights.transfer.link import GroupSeat, Link, Patch, Sums
@@ -167,6 +168,15 @@ class PeerSource:
             torch.cuda.current_stream(self._device).synchronize()
         self._staged = True
         self._export_seconds = time.monotonic() - started
+
+    def check(self) -> None:
+        """NonFiniteWeights if what was staged holds NaN or Inf: it must not be published."""
+        if self._route is None or not self._staged:
+            raise PublicationFailed(f"{self._name} has staged nothing to send")
+        with self._aside():
+            refuse_non_finite(
+                (piece.tensor, packed) for piece, (_, packed, _) in zip(self._route.packed, self._copies, strict=True)
+            )
 
     def send(self, version: str, links: Sequence[Link], group: GroupSeat | None = None, *, whole: bool = False) -> Sent:
         """Send what was staged to the linked engine ranks. Failures of single targets are in the result.

@@ -34,7 +34,7 @@ from miles_disagg.replica.base import Materialized
 from miles_disagg.store.base import ObjectNotFound
 from miles_disagg.store.checkout import build_beside, fetch_plan, open_deltas
 from miles_disagg.store.claims import json_field, load_json_object
-from miles_disagg.store.leases import release_lease, take_lease
+from miles_disagg.store.leases import leased
 from miles_disagg.store.lineage import Plan
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.weights.chain import apply_patch, build_patch
@@ -154,14 +154,15 @@ class DiskStager:
             )
         distrusted, self._distrusted = self._distrusted, None
         have = marker.ref if marker is not None and marker.ref != distrusted else None
-        lease = take_lease(self._store.objects, target.run_id, self._reader, target.version, have and have.version)
+        reading = leased(self._store.objects, target.run_id, self._reader, target.version, have and have.version)
         try:
-            try:
-                return self._build(target, have, marker)
-            except (ObjectNotFound, CheckpointError):
-                # Removed by a gc that had not seen our lease, or damaged on the way: plan and fetch once more.
-                self._clear_incoming()
-                return self._build(target, have, marker)
+            with reading:
+                try:
+                    return self._build(target, have, marker)
+                except (ObjectNotFound, CheckpointError):
+                    # Removed by a gc that had not seen our lease, or damaged on the way: plan and fetch once more.
+                    self._clear_incoming()
+                    return self._build(target, have, marker)
         except ChecksumMismatch:
             self._distrusted = have  # the published delta or what we hold is damaged: next time build from nothing
             raise
@@ -172,7 +173,6 @@ class DiskStager:
             raise OSError(errno.ENOSPC, f"disk full while building {target}, {kept}", str(self._root)) from error
         finally:
             self._clear_incoming()
-            release_lease(self._store.objects, lease)
 
     def _build(self, target: VersionRef, have: VersionRef | None, marker: Marker | None) -> Materialized:
         if self._pre_read is not None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 from miles_disagg.domain.errors import BaseMismatch, ChecksumMismatch
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.base import ObjectStore
+from miles_disagg.store.leases import leased
 from miles_disagg.store.lineage import Plan, VersionIndex
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.weights.chain import apply_chain
@@ -65,11 +68,30 @@ def build_beside(
         raise
 
 
-def check_out(store: VersionStore, target: VersionRef, base: Path, directory: Path, workers: int | None = None) -> Plan:
-    """Build `target` from nothing in `directory`, which must not exist; how it was done."""
+def check_out(
+    store: VersionStore,
+    target: VersionRef,
+    base: Path,
+    directory: Path,
+    workers: int | None = None,
+    *,
+    lease: bool = True,
+) -> Plan:
+    """Build `target` from nothing in `directory`, which must not exist; how it was done.
+
+    lease: keep what is read from retention meanwhile, which needs the right to write to the store.
+    """
     if directory.exists():
         raise FileExistsError(f"{directory} exists; give a new directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if lease:
+            reader = f"checkout-{uuid.uuid4().hex[:16]}"
+            stack.enter_context(leased(store.objects, target.run_id, reader, target.version, None))
+        return _check_out(store, target, base, directory, workers)
+
+
+def _check_out(store: VersionStore, target: VersionRef, base: Path, directory: Path, workers: int | None) -> Plan:
     plan = store.plan(target)
     with tempfile.TemporaryDirectory(prefix=".incoming-", dir=directory.parent) as incoming:
         fetch_plan(store.objects, plan, Path(incoming))

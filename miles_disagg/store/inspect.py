@@ -12,11 +12,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_disagg.domain.errors import ChainBroken, ChecksumMismatch, MilesDisaggError, VersionNotFound
+from miles_disagg.domain.errors import (
+    ChainBroken,
+    ChecksumMismatch,
+    InvalidVersionRef,
+    MilesDisaggError,
+    VersionNotFound,
+)
 from miles_disagg.domain.versions import VersionRef, parse_version_directory
 from miles_disagg.store.base import ObjectNotFound, open_store
 from miles_disagg.store.checkout import check_out, fetch_version, seed_from_base, verify_full
@@ -54,8 +61,9 @@ def entries(store: VersionStore, run_id: str) -> list[Entry]:
     sizes: dict[tuple[int, str], int] = {}
     for info in store.objects.list(run_id):
         _, *rest = info.key.split("/")
-        if len(rest) == 2 and rest[0].startswith("weight_v"):
-            sizes[(parse_version_directory(rest[0]), rest[1])] = info.size
+        with suppress(InvalidVersionRef):  # a stray directory
+            if len(rest) == 2:
+                sizes[(parse_version_directory(rest[0]), rest[1])] = info.size
     latest, out = store.latest(), []
     for version in store.versions(run_id):
         index = store.index(VersionRef(run_id, version))
@@ -194,9 +202,14 @@ def gc(
     return Collected(tuple(r.version for r in refs if r < latest and str(r) not in needed))
 
 
-def export(store: VersionStore, target: VersionRef, base: Path, output: Path, workers: int | None = None) -> str:
-    """Write `target` as a plain Hugging Face checkpoint to the new directory `output`; how it was built."""
-    plan = check_out(store, target, base, output, workers)
+def export(
+    store: VersionStore, target: VersionRef, base: Path, output: Path, workers: int | None = None, lease: bool = True
+) -> str:
+    """Write `target` as a plain Hugging Face checkpoint to the new directory `output`; how it was built.
+
+    lease: see check_out.
+    """
+    plan = check_out(store, target, base, output, workers, lease=lease)
     return f"{plan.start} {plan.start_version} + {len(plan.deltas)} deltas"
 
 
@@ -239,6 +252,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--workers", type=int, help="threads (default: cores)")
     commands.choices["verify"].add_argument("--scratch", type=Path, help="where one copy of the model fits")
     commands.choices["export"].add_argument("--output", type=Path, required=True, help="new directory")
+    commands.choices["export"].add_argument(
+        "--no-lease", action="store_true", help="for a store that may only be read: a gc may interrupt the export"
+    )
     commands.choices["gc"].add_argument("--keep", type=int, required=True, help="newest versions to keep buildable")
     commands.choices["gc"].add_argument("--dry-run", action="store_true")
     parser.epilog = "".join(command.format_usage() for command in commands.choices.values())
@@ -312,7 +328,7 @@ def _gc(store: VersionStore, arguments: argparse.Namespace) -> int:
 
 def _export(store: VersionStore, arguments: argparse.Namespace) -> int:
     target = _target(store, arguments)
-    how = export(store, target, arguments.base, arguments.output, arguments.workers)
+    how = export(store, target, arguments.base, arguments.output, arguments.workers, not arguments.no_lease)
     result = {"version": str(target), "output": str(arguments.output), "built_from": how}
     print(json.dumps(result) if arguments.json else f"{target} written to {arguments.output} (from {how})")
     return 0

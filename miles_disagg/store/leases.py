@@ -6,12 +6,15 @@ A lease lives in `<run_id>/leases/<reader>.json`. What it protects is decided in
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
+from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.domain.versions import check_run_id
-from miles_disagg.store.base import ObjectNotFound, ObjectStore
+from miles_disagg.store.base import ObjectNotFound, ObjectStore, StoreError
 from miles_disagg.store.claims import MAX_JSON_BYTES, json_field, load_json_object
 
 DEFAULT_TTL = 300.0
@@ -50,16 +53,49 @@ def release_lease(objects: ObjectStore, lease: Lease) -> None:
     objects.delete(lease.key)
 
 
-def live_leases(objects: ObjectStore, run_id: str, now: float) -> Iterator[Lease]:
-    """Leases that have not lapsed; lapsed ones are removed."""
+@contextmanager
+def leased(
+    objects: ObjectStore, run_id: str, reader: str, target: int, have: int | None, ttl: float = DEFAULT_TTL
+) -> Iterator[None]:
+    """`take_lease` for the body, however long it takes: renewed behind it, so it lapses only with this process."""
+    lease, done = take_lease(objects, run_id, reader, target, have, ttl), threading.Event()
+
+    def renew() -> None:
+        while not done.wait(ttl / 3):
+            with suppress(StoreError, OSError):  # two more tries before it lapses
+                take_lease(objects, run_id, reader, target, have, ttl)
+
+    thread = threading.Thread(target=renew, name=f"lease of {reader}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        release_lease(objects, lease)
+
+
+def leases(objects: ObjectStore, run_id: str) -> Iterator[Lease]:
+    """All leases, lapsed ones too. What is no lease is left alone: readers write theirs in one piece."""
     for info in objects.list(f"{check_run_id(run_id)}/leases"):
         try:
             body = load_json_object(objects.get(info.key, MAX_JSON_BYTES), info.key)
-        except ObjectNotFound:
+            have = None if body.get("have") is None else json_field(body, "have", int, info.key)
+            target, expires = json_field(body, "target", int, info.key), json_field(body, "expires", float, info.key)
+            lease = Lease(run_id, json_field(body, "reader", str, info.key), target, have, expires)
+        except (ObjectNotFound, CheckpointError):
             continue
-        have = None if body.get("have") is None else json_field(body, "have", int, info.key)
-        target, expires = json_field(body, "target", int, info.key), json_field(body, "expires", float, info.key)
-        if expires > now:
-            yield Lease(run_id, json_field(body, "reader", str, info.key), target, have, expires)
-        else:
-            objects.delete(info.key)
+        if lease.key == info.key:
+            yield lease
+
+
+def live_leases(objects: ObjectStore, run_id: str, now: float) -> Iterator[Lease]:
+    """Leases that have not lapsed."""
+    return (lease for lease in leases(objects, run_id) if lease.expires > now)
+
+
+def drop_lapsed(objects: ObjectStore, run_id: str, now: float) -> None:
+    """Remove leases whose readers are gone."""
+    for lease in leases(objects, run_id):
+        if lease.expires <= now:
+            release_lease(objects, lease)

@@ -5,8 +5,10 @@ Who uploads is `publish.disk`; the commit itself (index, then pointer) is `versi
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +105,20 @@ def file_proofs(raw: bytes) -> dict[str, FileProof]:
         size, digest = json_field(entry, "bytes", int, where), json_field(entry, DEFAULT_CHECKSUM, str, where)
         proofs[name] = FileProof(size, digest)
     return proofs
+
+
+@contextmanager
+def told_when_full(ref: VersionRef, where: str) -> Iterator[None]:
+    """PublicationFailed that names `ref` and `where` instead of a bare OSError when a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise PublicationFailed(
+            f"no space left in {where} for {ref}: it is not published, the version before it stays. Make room there "
+            "(miles-disagg store gc removes versions that nobody needs)"
+        ) from error
 
 
 def verify_files(objects: ObjectStore, prefix: str, receipts: Sequence[Receipt], *, read_back: bool) -> None:

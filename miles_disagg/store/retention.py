@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from miles_disagg.domain.errors import ChainBroken, InvalidVersionRef, VersionNotFound
 from miles_disagg.domain.versions import VersionRef, parse_version_directory
 from miles_disagg.store.base import PROBES
-from miles_disagg.store.leases import live_leases
+from miles_disagg.store.leases import drop_lapsed, live_leases
 from miles_disagg.store.lineage import SHORTCUTS, version_key
 from miles_disagg.store.versions import VersionStore, remove_version
 
@@ -66,6 +66,7 @@ def collect(
     unfinished = store.objects.sweep(stale_after) + _old_probes(store, now - stale_after)
     if pointer is None or pointer.run_id != run_id:
         return Collected(unfinished=unfinished)
+    drop_lapsed(store.objects, run_id, now)
     removed: list[int] = []
     shortcuts: list[str] = []
     if not keep_files:

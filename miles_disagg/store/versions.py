@@ -37,7 +37,7 @@ from miles_disagg.store.lineage import (
     plan_lineage,
     version_key,
 )
-from miles_disagg.store.publication import Description, Receipt, merge_receipts, verify_files
+from miles_disagg.store.publication import Description, Receipt, merge_receipts, told_when_full, verify_files
 from miles_disagg.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES
 
 POINTER = "latest.json"
@@ -255,8 +255,9 @@ class VersionStore:
         if index.base_version is not None and index.base_version != self.published.version:
             raise PublicationFailed(f"{ref} applies on version {index.base_version}, published is {self.published}")
         verify_files(self.objects, str(ref), receipts, read_back=read_back)
-        self.objects.put(f"{ref}/{INDEX_FILE}", raw)
-        self._point(ref, self._pointer)
+        with told_when_full(ref, self.objects.url):
+            self.objects.put(f"{ref}/{INDEX_FILE}", raw)
+            self._point(ref, self._pointer)
         return index
 
     def commit_shortcut(

@@ -34,7 +34,7 @@ class PublicationSpec:
     """How this run's sources publish.
 
     transport: `disk` (to store_url), `broadcast` (backend of the process group) or `p2p` (over p2p_transport).
-    snapshot: the base checkpoint.
+    base: the base checkpoint; published: the checkpoint of the version published last, where that is not the base.
     companions: files put beside full versions. encoding: of deltas, None for full versions; snapshot_device: where the
     published bytes are kept to compare with. post_write_path: hook for mounts. Times in seconds, sizes in bytes.
     """
@@ -42,11 +42,12 @@ class PublicationSpec:
     transport: str
     store_url: str
     checksum: str
-    snapshot: str
+    base: str
     companions: tuple[str, ...]
     bucket_bytes: int
     backend: str
     timeout: float
+    published: str | None = None
     encoding: str | None = None
     snapshot_device: str = "auto"
     post_write_path: str | None = None
@@ -137,7 +138,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="publish")
     def prepare(self, ref: VersionRef) -> None:
-        """Broadcast: digest or diff what was staged, before engines are paused."""
+        """Broadcast: check, and digest or diff, what was staged, before engines are paused."""
         with self._timeline.span("encode", ref.version):
             self._source.prepare(str(ref))
 
@@ -156,6 +157,11 @@ class TrainerActor:
         """Peer to peer: adopt this rank's part of the plan; bytes of its send buffer."""
         self._source.route(route)
         return route.packed_bytes
+
+    @ray.method(concurrency_group="publish")
+    def peer_check(self) -> None:
+        """Peer to peer: NonFiniteWeights if what was staged must not be published."""
+        self._source.check()
 
     @ray.method(concurrency_group="publish")
     def peer_send(self, ref: VersionRef, links: Sequence[Any], seat: Any = None, whole: bool = False) -> Any:
@@ -249,11 +255,12 @@ def _make_source(spec: PublicationSpec, index: int) -> Any:
     from miles_disagg.publish.device import choose_device
     from miles_disagg.publish.disk import DiskSource
 
-    with open_checkpoint(spec.snapshot) as base:
+    with open_checkpoint(spec.base) as base:
         device = choose_device(spec.snapshot_device, spec.encoding, base)
     return DiskSource(
         open_store(spec.store_url),
-        Path(spec.snapshot),
+        Path(spec.base),
+        published=Path(spec.published) if spec.published else None,
         checksum_format=spec.checksum,
         companions=[Path(path) for path in spec.companions] if index == 0 else (),
         post_write=import_hook(spec.post_write_path, POST_WRITE),

@@ -1,7 +1,7 @@
-"""Which elements of two tensors on a device differ: ascending positions, old and new values, in two passes over memory.
+"""Which elements of two tensors on a device differ: ascending positions, old and new values.
 
-On CUDA by two Triton kernels (count, then write behind the sum of all counts before); elsewhere by torch, with the same
-result. `torch.nonzero` alone needs several times as long. What becomes of the changes is `gpu_delta` and `publish`.
+On CUDA by two Triton kernels that read both copies once (`triton_diff`); elsewhere by torch, with the same result. What
+becomes of the changes is `gpu_delta` and `publish`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,14 @@ def changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
     return changes_of([(old, new)])[0]
 
 
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _changes_of_group(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Changes]:
     kinds = [torch.int64 if old.numel() > 1 << 31 else torch.int32 for old, _ in pairs]
     compared: dict[int, Changes] = {}
-    if pairs[0][0].is_cuda:
+    if _has_kernels(pairs[0][0].device):
         from miles_disagg.weights import triton_diff
 
         full = [i for i, (old, _) in enumerate(pairs) if old.numel()]

@@ -17,6 +17,7 @@ TRANSPORTS = {
     "disk-full": ("--update-weight-transfer-mode", "disk-full"),
     "broadcast": ("--update-weight-transfer-mode", "broadcast"),
     "broadcast-delta": ("--update-weight-mode", "delta"),
+    "p2p": ("--update-weight-transfer-mode", "p2p"),
 }
 
 
@@ -72,7 +73,7 @@ def test_hooks_for_mounts_are_called_around_the_files_of_every_version(local_ray
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disk-delta", "disk-full"])
+@pytest.mark.parametrize("mode", TRANSPORTS)
 def test_weights_that_overflow_are_not_published_and_the_last_good_version_keeps_serving(local_ray, run_config, mode):
     # AdamW multiplies a matrix by 1 - lr * weight decay: one finite step of training makes every one of them infinite.
     blow_up = ("--lr", "1e37", "--weight-decay", "1000", "--num-rollout", "1")

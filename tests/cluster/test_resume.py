@@ -10,6 +10,7 @@ import pytest
 
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.base import open_store
+from miles_disagg.store.inspect import verify_lineage
 from miles_disagg.store.versions import VersionStore
 from tests.cluster import processes
 from tests.cluster.test_train_command import Run
@@ -75,7 +76,12 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
     store = VersionStore(open_store(str(run_dir / "weights")))
     index = store.index(VersionRef("killed", newest + 1))
     assert index is not None
-    assert index.is_full
+    assert index.base_version == newest, "a delta on what the killed run published last"
+    latest = store.latest()
+    assert latest is not None
+    right = list(verify_lineage(store, latest, tiny_checkpoint, tmp_path / "verified"))
+    assert [ref.version for ref in right] == list(range(pointer + 1))
+    assert not (run_dir / "published").exists()
     assert not any(name.startswith(".") for name in checkpoints(run_dir))
     assert processes.gone(second.marker, timeout=60) == []
     assert "Traceback" not in second.log.read_text()

@@ -8,6 +8,8 @@ import pytest
 from miles_disagg.cluster.assemble import assembled
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.observe.console import RunConsole
+from miles_disagg.store.base import open_store
+from miles_disagg.store.versions import VersionStore
 
 LAYOUTS = {"tp2": ("--tensor-model-parallel-size", "2"), "pp2": ("--pipeline-model-parallel-size", "2")}
 
@@ -66,6 +68,8 @@ def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_con
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in rows] == [1, 2]
     assert all(row["train/rollout_logprob_abs_diff"] < 0.5 for row in rows)
+    if mode == "disk-full":  # version 1 went when both engines had acknowledged it
+        assert VersionStore(open_store(config.version_store)).versions(config.run_id) == [2]
 
 
 @pytest.mark.parametrize(

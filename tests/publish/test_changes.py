@@ -1,9 +1,11 @@
-"""Buckets of changes: compared on a device they are the ones that the host makes."""
+"""Buckets of changes: compared on a device they are the ones that the host makes. What may not be sent at all."""
 
 import pytest
 import torch
 
+from miles_disagg.domain.errors import NonFiniteWeights
 from miles_disagg.publish.changes import changed_bucket
+from miles_disagg.publish.finite import refuse_non_finite
 
 METAS = (
     ("scale", torch.uint8, (3,)),  # what follows it is at an odd offset
@@ -47,3 +49,14 @@ def test_only_changes_are_sent_and_a_dense_tensor_as_itself():
     after[positions] = values
     assert torch.equal(after, new[3:4003].clone().view(torch.int16))
     assert torch.equal(flat[6 * found :], new[4003:4123])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_are_refused_by_name_in_every_type(dtype, value):
+    good = [("a", torch.randn(3, 5).to(dtype)), ("empty", torch.empty(0, dtype=dtype)), ("ids", torch.arange(4))]
+    refuse_non_finite([*good, ("scalar", torch.tensor(1.0).to(dtype))])
+    bad = torch.zeros(7, 3)
+    bad[2, 1] = bad[6, 0] = float("nan") if dtype == torch.float8_e4m3fn else value  # e4m3 has no infinity
+    with pytest.raises(NonFiniteWeights, match="2 non-finite values in 'b'"):
+        refuse_non_finite([*good, ("b", bad.to(dtype).t()), ("c", bad.to(dtype))])

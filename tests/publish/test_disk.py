@@ -9,10 +9,12 @@ import torch
 
 from miles_disagg.domain.errors import CheckpointError, DeadlineExceeded, NonFiniteWeights, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.publish.disk import DiskSource, publish_version
+from miles_disagg.publish.disk import DiskSource, Published, publish_version
 from miles_disagg.publish.movement import MovementWatch
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.store.base import open_store
+from miles_disagg.store.checkout import check_out
+from miles_disagg.store.inspect import verify_lineage
 from miles_disagg.store.ledger import VersionLedger
 from miles_disagg.store.versions import VersionStore
 from tests.fakes.publishing import FakeTrainer, LocalSource, Tensors, on_disk, raw, step, tiny_tensors, write_base
@@ -177,18 +179,27 @@ async def test_copies_on_two_ranks_that_differ_stop_the_publication(
     assert trainer.store.latest() == VersionRef("run", 0)
 
 
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
 async def test_a_resumed_trainer_publishes_against_what_the_store_has(
-    tmp_path: Path, trainer: FakeTrainer, base_tensors: Tensors
+    tmp_path: Path, trainer: FakeTrainer, base: Path, base_tensors: Tensors, device: torch.device | None
 ) -> None:
     first = step(base_tensors, 1)
     await trainer.publish(first)
-    owner = trainer.store.claim_of("run").owner
-    held = await stager(trainer, tmp_path, "trainer-cache").materialize(VersionRef("run", 1))
-    resumed = FakeTrainer(trainer.objects, held.path, "run", ranks=1)
-    await resumed.ledger.claim(trainer.store.claim_of("run").base_digest, owner=owner)
+    check_out(trainer.store, VersionRef("run", 1), base, tmp_path / "published")
+    resumed = FakeTrainer(trainer.objects, base, "run", ranks=1)
+    source = DiskSource(trainer.objects, base, published=tmp_path / "published", device=device, workers=1)
+    resumed.sources = [LocalSource(source)]
+    await resumed.claim(owner=trainer.store.claim_of("run").owner)
+
+    async def always(_: Published) -> bool:
+        return True
+
     second = step(first, 2)
-    published = await resumed.publish(second, "sparse")
+    resumed.stage(second)
+    published = await publish_version(resumed.ledger, resumed.sources, lambda _: "sparse", shortcuts_after=always)
     assert published.ref == VersionRef("run", 2)
+    refs = verify_lineage(trainer.store, published.ref, base, tmp_path / "verified", 1)
+    assert [ref.version for ref in refs] == [0, 1, 2], "a delta on version 1, a folded one on the base"
     assert on_disk((await stager(trainer, tmp_path).materialize(published.ref)).path) == raw(second)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_disagg.config.machine import free_port
-from miles_disagg.domain.errors import DeadlineExceeded, PublicationFailed
+from miles_disagg.domain.errors import DeadlineExceeded, NonFiniteWeights, PublicationFailed
 from miles_disagg.engine.inplace.miles_inplace.transport import Job, Nixl, TransportError, region
 from miles_disagg.weights.transfer.layouts import (
     EngineParallel,
@@ -183,6 +183,21 @@ def test_memory_that_moved_is_registered_anew_and_the_old_link_is_dead(make):
     assert pair.peers[0].ready() == {"token": ""}
     with pytest.raises(RuntimeError, match="moved"):
         pair.peers[0].land()
+
+
+def test_nan_is_found_by_name_in_what_was_staged_before_it_is_sent(make):
+    pair = make(DENSE, TrainerParallel(tensor=2), EngineParallel())
+    tensors = random_tensors(DENSE, 1)
+    pair.stage(tensors)
+    for rank in pair.ranks:
+        rank.source.check()
+        rank.source.discard()
+    name = next(n for n in tensors if "v_proj" in n)
+    tensors[name][0, 3] = float("nan")
+    pair.stage(tensors)
+    holder = next(r for r in pair.ranks if any(b.tensor == name and b.lo[0] == 0 for b in r.layout.blocks))
+    with pytest.raises(NonFiniteWeights, match=name):
+        holder.source.check()
 
 
 def test_a_target_that_is_gone_is_named_and_the_others_get_their_bytes(make):

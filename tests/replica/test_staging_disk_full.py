@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_disagg.domain.errors import MilesDisaggError
+from miles_disagg.domain.errors import PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.replica.staging import DiskStager
 from miles_disagg.store.local import LocalStore
@@ -69,12 +69,14 @@ async def test_a_full_disk_under_the_store_leaves_the_pointer(tmp_path: Path, sm
     await trainer.claim()
     first = step(base, 1)
     await trainer.publish(first)
+    stager = DiskStager(trainer.store, tmp_path / "local", tmp_path / "base", reader="r", workers=1)
+    held = await stager.materialize(VersionRef("run", 1))
     filler = fill(small_disk, leave=8192)
-    with pytest.raises((OSError, MilesDisaggError)):
+    with pytest.raises(PublicationFailed, match=r"no space left in .*small/store.* for run/weight_v000002.* stays"):
         await trainer.publish(step(first, 2, density=0.6))
     assert trainer.store.latest() == VersionRef("run", 1)
+    assert on_disk(held.path) == raw(first)
     filler.unlink()
     second = step(first, 3)
     ref = (await trainer.publish(second)).ref
-    stager = DiskStager(trainer.store, tmp_path / "local", tmp_path / "base", reader="r", workers=1)
     assert on_disk((await stager.materialize(ref)).path) == raw(second)

@@ -17,10 +17,12 @@ from miles_disagg.domain.versions import VersionRef
 from miles_disagg.publish.disk import DiskSource
 from miles_disagg.replica import staging
 from miles_disagg.replica.staging import DiskStager
+from miles_disagg.store.leases import take_lease
 from miles_disagg.store.local import LocalStore
 from miles_disagg.store.publication import Description
 from miles_disagg.store.retention import collect
 from miles_disagg.store.versions import VersionStore
+from miles_disagg.weights.checkpoint import INDEX_FILE
 from miles_disagg.weights.delta import plan_shards
 from tests.fakes.publishing import Tensors, on_disk, raw, step, write_base
 
@@ -47,6 +49,7 @@ class StoreAndStaging(RuleBasedStateMachine):
         self.owner = self.store.claim("run", self.digest).owner
         self.stager = self.open_stager()
         self.held: int | None = None
+        self.leased: dict[str, frozenset[str]] = {}
 
     def open_stager(self) -> DiskStager:
         store = VersionStore(LocalStore(self.root / "store"))
@@ -163,12 +166,32 @@ class StoreAndStaging(RuleBasedStateMachine):
         assert self.stager.held() is None
         self.held = None
 
-    @rule(keep=st.integers(1, 3))
-    def collect(self, keep: int) -> None:
-        before = self.buildable()
-        collect(self.store, "run", keep=keep, stale_after=0)
-        kept = set(sorted(v for v in before if v > 0)[-keep:])
-        assert kept <= self.buildable()
+    @rule(keep=st.integers(1, 3), acknowledged=st.integers(0, 9))
+    def collect(self, keep: int, acknowledged: int) -> None:
+        before, acknowledged = self.buildable(), min(acknowledged, self.latest)
+        collect(self.store, "run", keep=keep, acknowledged=acknowledged, stale_after=0)
+        for version in sorted(v for v in before if v > 0)[-keep:]:
+            if version >= acknowledged:  # every reader has at least that
+                self.store.plan(VersionRef("run", version), VersionRef("run", acknowledged))
+        for needed in self.leased.values():
+            assert all(self.objects.size(f"{key}/{INDEX_FILE}") for key in needed), "a live reader reads these"
+
+    @rule(reader=st.sampled_from("xy"), back=st.integers(0, 3), behind=st.integers(0, 3))
+    def another_reader_begins(self, reader: str, back: int, behind: int) -> None:
+        """It says what it holds and what it builds, and takes its time."""
+        target = max(0, self.latest - back)
+        have = max(0, target - behind)
+        take_lease(self.objects, "run", reader, target=target, have=have)
+        try:
+            plan = self.store.plan(VersionRef("run", target), VersionRef("run", have))
+            self.leased[reader] = plan.needed
+        except (ChainBroken, VersionNotFound):
+            self.leased.pop(reader, None)
+
+    @rule(reader=st.sampled_from("xy"))
+    def another_reader_is_done(self, reader: str) -> None:
+        self.objects.delete(f"run/leases/{reader}.json")
+        self.leased.pop(reader, None)
 
     @precondition(lambda self: self.held is not None)
     @rule(bit=st.integers(0, 7))

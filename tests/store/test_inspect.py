@@ -10,6 +10,7 @@ import torch
 
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.inspect import main
+from miles_disagg.store.leases import take_lease
 from miles_disagg.store.local import LocalStore
 from miles_disagg.store.versions import VersionStore
 from tests.fakes.publishing import FakeTrainer, Tensors, on_disk, raw, step, tiny_tensors, write_base
@@ -132,6 +133,38 @@ def test_gc_says_first_and_removes_then(world, capsys) -> None:
     assert VersionStore(LocalStore(store)).versions("run") == [1, 2, 3, 4]
     assert main(["gc", str(store), "--keep", "1"]) == 0
     assert VersionStore(LocalStore(store)).versions("run") == [3, 4]
+
+
+def test_looking_changes_nothing_and_stray_files_are_no_versions(world, capsys) -> None:
+    store, _, _ = world
+    take_lease(LocalStore(store), "run", "gone", target=4, have=None, ttl=-1)
+    for name in ("weight_v1", "weight_v000004-copy", "notes"):
+        (store / "run" / name).mkdir()
+        (store / "run" / name / "model.safetensors").write_bytes(b"x")
+    files = sorted(store.rglob("*"))
+    for command in (["ls"], ["show"], ["verify"], ["gc", "--keep", "1", "--dry-run"]):
+        assert main([command[0], str(store), *command[1:]]) == 0, capsys.readouterr().err
+    assert sorted(store.rglob("*")) == files
+    assert "lease" not in capsys.readouterr().out
+
+
+def test_an_export_holds_a_lease_unless_the_store_may_only_be_read(world, tmp_path: Path, monkeypatch) -> None:
+    store, base, versions = world
+    taken, put = [], LocalStore.put
+
+    def watched(self: LocalStore, key: str, *args, **kwargs) -> None:
+        taken.append(key)
+        put(self, key, *args, **kwargs)
+
+    monkeypatch.setattr(LocalStore, "put", watched)
+    command = ["export", str(store), "--base", str(base), "--output"]
+    assert main([*command, str(tmp_path / "plain"), "--no-lease"]) == 0
+    assert taken == []
+    assert main([*command, str(tmp_path / "leased")]) == 0
+    (key,) = taken
+    assert key.startswith("run/leases/checkout-")
+    assert on_disk(tmp_path / "leased") == on_disk(tmp_path / "plain") == raw(versions[4])
+    assert list((store / "run").glob("leases/*")) == []
 
 
 def test_an_empty_or_damaged_store_is_told_in_one_line(tmp_path: Path, capsys) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from miles_disagg.domain.errors import CheckpointError, InvalidVersionRef
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.store.leases import live_leases, release_lease, take_lease
+from miles_disagg.store.leases import leased, leases, live_leases, release_lease, take_lease
 from miles_disagg.store.local import LocalStore
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.store.retention import Collected, collect
@@ -81,7 +81,25 @@ def test_a_lease_protects_until_its_deadline_or_release(store: VersionStore) -> 
     take_lease(store.objects, "run", "reader", target=3, have=2, ttl=60)
     assert collect(store, "run", keep=1).versions == (2,)
     assert collect(store, "run", keep=1, now=time.time() + 61).versions == (3,)
-    assert list(live_leases(store.objects, "run", 0)) == []
+    assert list(leases(store.objects, "run")) == [], "a lapsed one is removed"
+
+
+def test_a_slow_reader_keeps_its_lease_for_as_long_as_it_reads(store: VersionStore) -> None:
+    publish(store, "dFdF")
+    with leased(store.objects, "run", "slow", target=3, have=None, ttl=0.3):
+        time.sleep(0.5)
+        assert [lease.target for lease in live_leases(store.objects, "run", time.time())] == [3]
+        assert collect(store, "run", keep=1).versions == (1,)
+    assert list(leases(store.objects, "run")) == []
+    assert collect(store, "run", keep=1).versions == (2, 3)
+
+
+def test_what_is_no_lease_protects_nothing_and_is_left_alone(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, "FF")
+    store.objects.put("run/leases/notes.txt", b"not JSON")
+    store.objects.put("run/leases/other.json", b'{"reader": "somebody", "target": 1, "have": null, "expires": 1e18}')
+    assert collect(store, "run", keep=1).versions == (1,)
+    assert sorted(path.name for path in (tmp_path / "run" / "leases").iterdir()) == ["notes.txt", "other.json"]
 
 
 @pytest.mark.parametrize("reader", ["../x", "a/b", "", "x" * 65])

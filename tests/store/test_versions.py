@@ -242,6 +242,21 @@ def test_a_plan_starts_at_what_is_held_else_at_an_anchor_else_at_the_base(local:
     assert shape(0, None) == ("base", 0, [])
 
 
+def test_a_plan_reads_index_files_and_nothing_else(local: VersionStore, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Watched(LocalStore):
+        def _open(self, key: str):
+            seen.append(key)
+            return super()._open(key)
+
+    for version, encoding in enumerate(["xor", None, "xor", "xor"], 1):
+        publish(local, version, encoding)
+    plan = VersionStore(Watched(tmp_path)).plan(VersionRef("a", 4), VersionRef("a", 1))
+    assert (plan.start, [d.ref.version for d in plan.deltas]) == ("anchor", [3, 4])
+    assert set(seen) == {"a/run.json", *(f"a/weight_v00000{v}/{INDEX_FILE}" for v in (2, 3, 4))}
+
+
 def test_a_broken_chain_names_the_missing_version(local: VersionStore) -> None:
     for version in range(1, 4):
         publish(local, version)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import raw_bytes
 from miles_disagg.publish.broadcast import BroadcastSource
+from miles_disagg.publish.disk import DiskSource
+from miles_disagg.store.local import LocalStore
+from miles_disagg.store.publication import Description
+from miles_disagg.store.versions import VersionStore
 from miles_disagg.trainer.base import RankSpec, TrainerSpec, TrainSample
 from miles_disagg.trainer.megatron import convert, parallel, step
 from miles_disagg.trainer.megatron.batch import Columns, pack, policy_columns, response_offsets, with_weights
 from miles_disagg.trainer.megatron.trainer import MegatronTrainer
 from miles_disagg.trainer.vocab_parallel import logprobs_and_entropy
+from miles_disagg.weights.checkpoint import checkpoint_digest
+from miles_disagg.weights.delta import plan_shards
 from miles_disagg.weights.digest import digest
 from tests.fakes.update_target import EngineTarget
 
@@ -224,6 +232,50 @@ def broadcast(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], e
                 asyncio.run(send())
             dist.barrier()
         return digests
+    finally:
+        trainer.close()
+
+
+def published(
+    rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], store: str, versions: int
+) -> list[dict[str, np.ndarray]]:
+    """Train and publish deltas as sources on hosts of their own, which share nothing but the store; what each exported.
+
+    Summaries and receipts go over the process group here, as a run's go through Ray; rank 0 commits.
+    """
+    trainer = MegatronTrainer(spec, rank)
+    objects, base = LocalStore(Path(store)), Path(spec.hf_checkpoint)
+    objects.scratch = Path(store).with_name(f"host-{rank.rank}")
+    committer, out = VersionStore(objects), []
+    source = DiskSource(objects, base, workers=1) if trainer.is_source else None
+
+    def of_sources(value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(everyone, (trainer.source_index, value))
+        return [found for index, found in sorted(row for row in everyone if row[0] is not None)]
+
+    try:
+        if rank.rank == 0:
+            committer.claim("run", checkpoint_digest(base))
+        for version in range(1, versions + 1):
+            ref = VersionRef("run", version)
+            trainer.sft_step(batch)
+            if source is not None:
+                source.open(10.0)
+            trainer.export(source.stage if source is not None else lambda _: None, 1 << 12)
+            out.append(exported(trainer))
+            if rank.rank == 0:
+                committer.begin(ref)
+            dist.barrier()
+            plans = plan_shards(of_sources(source.encode(ref, "sparse") if source is not None else None))
+            plan = plans[trainer.source_index] if trainer.source_index is not None else None
+            receipts = of_sources(source.write(plan) if source is not None and plan is not None else None)
+            if rank.rank == 0:
+                committer.commit(ref, Description("sparse", version - 1), receipts)
+            dist.barrier()
+            if source is not None:
+                source.settle(True)
+        return out
     finally:
         trainer.close()
 

@@ -17,10 +17,15 @@ import pytest
 import torch
 
 from miles_disagg.config.machine import free_port
+from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine.launch import EngineProcess, embedded
 from miles_disagg.engine.sglang import SGLangEngine
+from miles_disagg.replica.staging import DiskStager
+from miles_disagg.store.local import LocalStore
+from miles_disagg.store.versions import VersionStore
 from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainerSpec, TrainSample
 from tests.engine.checkpoints import make_tokenizer
+from tests.fakes.publishing import on_disk
 from tests.trainer.models import Reference, make_batch, make_checkpoint
 from tests.trainer.ranks import Job, run_ranks
 from tests.trainer.scenarios import vocab_case
@@ -36,6 +41,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = {
         "fp32": make_checkpoint(root / "fp32", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True),
         "bf16": make_checkpoint(root / "bf16", "qwen2", vocab_size=VOCAB, dtype=torch.bfloat16),
+        "tied": make_checkpoint(
+            root / "tied", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True, dtype=torch.bfloat16
+        ),
         "engine": make_checkpoint(root / "engine", "qwen3", vocab_size=260, tie_word_embeddings=True),
     }
     make_tokenizer().save_pretrained(out["engine"])
@@ -99,8 +107,25 @@ def alone(models: dict[str, Path], saved: Path) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+def publishing(models: dict[str, Path], stores: Path, **layout: int) -> Job:
+    """Sparse steps, as reinforcement learning takes them."""
+    spec = spec_of(models["tied"], dtype="bf16", optimizer=OptimizerSpec(lr=3e-5), **layout)
+    name = "".join(f"{axis}{size}" for axis, size in layout.items())
+    return Job("published", {"spec": spec, "batch": BATCH, "store": str(stores / name / "store"), "versions": 2})
+
+
+@pytest.fixture(scope="module")
 def pair(
-    alone: Any, models: dict[str, Path], saved: Path, engine_url: str, tmp_path_factory: pytest.TempPathFactory
+    alone: Any,
+    models: dict[str, Path],
+    saved: Path,
+    engine_url: str,
+    stores: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[Any]]:
     """Jobs of two ranks, after those of one: they load what that one saved."""
     load = {"batch": BATCH, "directory": str(saved)}
@@ -129,6 +154,8 @@ def pair(
         "vocab": Job("vocab_parallel", {"vocab_size": 61, "padded": 62, "temperature": 0.7}),
         "vocab, a rank of padding": Job("vocab_parallel", {"vocab_size": 3, "padded": 8, "temperature": 1.0}),
         "broadcast PP2": Job("broadcast", send | {"spec": spec_of(models["engine"], pp=2)}),
+        "published at PP2": publishing(models, stores, pp=2),
+        "published at TP2": publishing(models, stores, tp=2),
     })  # fmt: skip
 
 
@@ -261,6 +288,39 @@ async def test_an_engine_serves_a_pipelined_trainers_export_bit_for_bit(
     assert await engine.weights_digest() == exported
     assert (await engine.model_info())["weight_version"] == "r/weight_v000001"
     await engine.close()
+
+
+def check_published(results: list[list[dict[str, np.ndarray]]], store: Path, base: Path, sources: int) -> None:
+    """What a replica builds of each version is what the ranks exported, each tensor in one shard, once."""
+    versions = VersionStore(LocalStore(store))
+    stager = DiskStager(versions, store.with_name("replica"), base, reader="r", workers=1)
+    for version, parts in enumerate(zip(*results, strict=True), 1):
+        exported = {name: raw for part in parts for name, raw in part.items()}
+        assert len(exported) == sum(len(part) for part in parts)
+        built = stager.materialize_blocking(VersionRef("run", version))
+        assert on_disk(built.path) == {name: raw.tobytes() for name, raw in exported.items()}
+        index = versions.index(VersionRef("run", version))
+        assert index is not None
+        assert len(index.files) == sources
+    assert len(exported["model.embed_tokens.weight"]) == 2 * 32 * VOCAB, "no padding"
+    assert "lm_head.weight" not in exported
+    stager.close()
+
+
+@pytest.mark.parametrize(("layout", "sources"), [("pp2", 2), ("tp2", 1)])
+def test_a_replica_builds_what_real_ranks_published_as_deltas(
+    pair: dict[str, list[Any]], models: dict[str, Path], stores: Path, layout: str, sources: int
+) -> None:
+    results = pair[f"published at {layout.upper()}"]
+    check_published(results, stores / layout / "store", models["tied"], sources)
+
+
+@pytest.mark.slow
+def test_padding_and_a_tied_copy_on_the_last_stage_leave_no_trace_in_a_delta(
+    models: dict[str, Path], stores: Path
+) -> None:
+    results = run_ranks(4, {"published": publishing(models, stores, tp=2, pp=2)})["published"]
+    check_published(results, stores / "tp2pp2" / "store", models["tied"], 2)
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(models: dict[str, Path]) -> None:
