@@ -49,6 +49,12 @@ SHAPES = {
     "8B": (4096, 12288, 36, 32, 8, 128, False, 151936),
     "32B": (5120, 25600, 64, 64, 8, 128, False, 151936),
 }
+# the same of a mixture: intermediate is of one expert; experts, and how many of them a token has
+MIXTURES = {
+    "tiny-experts": ((128, 128, 4, 4, 2, 64, True, 1024), 8, 2),
+    "6B-experts": ((2048, 1024, 24, 32, 4, 128, False, 151936), 32, 8),
+}
+MIXTURE_OF = {"tiny": "tiny-experts", "0.6B": "6B-experts", "4B": "6B-experts", "8B": "6B-experts"}
 _SHARD = 4 << 30
 
 
@@ -65,7 +71,8 @@ class Options:
 
 def make_model(name: str, directory: Path, device: str) -> None:
     """Write a random bf16 checkpoint of Qwen3's form, without a tokenizer."""
-    hidden, inner, layers, heads, kv, head, tied, vocab = SHAPES[name]
+    sizes, experts, active = MIXTURES[name] if name in MIXTURES else (SHAPES[name], 0, 0)
+    hidden, inner, layers, heads, kv, head, tied, vocab = sizes
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     for i in range(layers):
         at = f"model.layers.{i}."
@@ -76,12 +83,13 @@ def make_model(name: str, directory: Path, device: str) -> None:
             at + "self_attn.o_proj.weight": (hidden, heads * head),
             at + "self_attn.q_norm.weight": (head,),
             at + "self_attn.k_norm.weight": (head,),
-            at + "mlp.gate_proj.weight": (inner, hidden),
-            at + "mlp.up_proj.weight": (inner, hidden),
-            at + "mlp.down_proj.weight": (hidden, inner),
             at + "input_layernorm.weight": (hidden,),
             at + "post_attention_layernorm.weight": (hidden,),
         }
+        shapes |= {at + "mlp.gate.weight": (experts, hidden)} if experts else {}
+        for mlp in [f"{at}mlp.experts.{e}." for e in range(experts)] or [at + "mlp."]:
+            shapes |= {mlp + "gate_proj.weight": (inner, hidden), mlp + "up_proj.weight": (inner, hidden)}
+            shapes[mlp + "down_proj.weight"] = (hidden, inner)
     if not tied:
         shapes["lm_head.weight"] = (vocab, hidden)
     config = {
@@ -91,6 +99,9 @@ def make_model(name: str, directory: Path, device: str) -> None:
         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "attention_bias": False,
         "bos_token_id": 1, "eos_token_id": 2, "use_sliding_window": False,
     }  # fmt: skip
+    if experts:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts}
+        config |= {"num_experts_per_tok": active, "moe_intermediate_size": inner, "norm_topk_prob": True}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

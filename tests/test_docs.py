@@ -16,7 +16,7 @@ from miles_disagg.cluster.doctor import PROBE_GROUP
 from miles_disagg.config.flags import flag_names, parse_run
 from miles_disagg.config.reference import BEGIN, END, reference
 from miles_disagg.config.service import service_flags
-from tests.fakes.checkpoints import write_tiny_checkpoint
+from tests.fakes.checkpoints import EXPERTS, write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
 PAGES = [p for p in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
@@ -130,7 +130,6 @@ def test_a_documented_run_passes_its_dry_run(command: Command, tmp_path: Path, c
 
 def stand_ins(flags: list[str], tmp_path: Path) -> list[str]:
     """The flags with a tiny checkpoint and other real files in the place of a reader's own."""
-    model = write_tiny_checkpoint(tmp_path / "model", vocab_size=64)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"input": "1+1=", "prompt": "1+1=", "label": "2"}\n')
     out = list(flags)
@@ -138,6 +137,8 @@ def stand_ins(flags: list[str], tmp_path: Path) -> list[str]:
         if name in out:
             out[out.index(name) + 1] = str(value)
     config = parse_run(out)
+    experts = EXPERTS if config.trainer.expert_model_parallel_size > 1 else {}
+    model = write_tiny_checkpoint(tmp_path / "model", vocab_size=64, **experts)
     out += ["--hf-checkpoint", str(model)]
     if config.rollout.rollout_max_response_len >= 64:
         out += ["--rollout-max-response-len", "32"]

@@ -69,15 +69,15 @@ def layouts(config: RunConfig) -> tuple[list[RankLayout], list[RankLayout]]:
     if config.model.hf_checkpoint == QUICKSTART and not config.checkpoint.is_dir():
         raise ConfigError(["--hf-checkpoint quickstart is not made yet: run miles-disagg train --dry-run first"])
     hf, t, engines = read_hf_config(config.checkpoint), config.trainer, config.engines
-    tp, pp = t.tensor_model_parallel_size, t.pipeline_model_parallel_size
-    problems = hf.layout_problems(tp, pp)
+    tp, pp, ep = t.tensor_model_parallel_size, t.pipeline_model_parallel_size, t.expert_model_parallel_size
+    problems = hf.layout_problems(tp, pp, ep)
     if engines.topology != "managed":
         problems.append(f"--rollout-endpoint and --rollout-external: the {engines.topology} topology is not planned")
     if t.world_size % (tp * pp):
         problems.append("--actor-num-gpus-per-node does not fit --tensor-model-parallel-size: see train --dry-run")
     if problems:
         raise ConfigError(problems)
-    parallel = TrainerParallel(tp, pp, t.world_size // (tp * pp))
+    parallel = TrainerParallel(tp, pp, t.world_size // (tp * pp), ep)
     dtype = _DTYPES.get(engines.rollout_dtype, "bfloat16")
     ranks = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 1
     targets: list[RankLayout] = []

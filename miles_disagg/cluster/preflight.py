@@ -95,7 +95,11 @@ def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
     except CheckpointError as error:
         problems.append(f"--hf-checkpoint {path}: {error}")
     if model is not None:
-        problems += model.layout_problems(trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size)
+        problems += model.layout_problems(
+            trainer.tensor_model_parallel_size,
+            trainer.pipeline_model_parallel_size,
+            trainer.expert_model_parallel_size,
+        )
         longest = config.rollout.rollout_max_response_len
         if longest >= model.max_positions:
             problems.append(

@@ -40,6 +40,7 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         hf_checkpoint=str(config.checkpoint.absolute()),
         tensor_parallel=trainer.tensor_model_parallel_size,
         pipeline_parallel=trainer.pipeline_model_parallel_size,
+        expert_parallel=trainer.expert_model_parallel_size,
         dtype=trainer.train_dtype,
         use_distributed_optimizer=trainer.use_distributed_optimizer,
         recompute=trainer.recompute_granularity or "none",

@@ -299,6 +299,11 @@ def _trainer(config: RunConfig) -> Iterator[str]:
             f"{t.world_size} rank(s), not divisible by --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} = {tp * pp}"
         )
+    elif t.data_parallel_size % t.expert_model_parallel_size:
+        yield (
+            f"--expert-model-parallel-size {t.expert_model_parallel_size} does not divide the data parallel size "
+            f"{t.data_parallel_size} ({t.world_size} ranks / ({tp} x {pp})): experts are spread over those ranks"
+        )
     elif batch % t.data_parallel_size:
         yield (
             f"--global-batch-size {batch} is not divisible by the data parallel size {t.data_parallel_size} "

@@ -33,6 +33,8 @@ class TrainerConfig(Section):
     """Ranks that share each layer."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are divided into."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Data parallel ranks that the experts of a layer are spread over."""
     use_distributed_optimizer: bool = False
     """Shard optimizer states over data parallel ranks."""
     global_batch_size: PositiveInt | None = None

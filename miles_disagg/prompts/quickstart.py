@@ -36,7 +36,8 @@ _MARKER = "quickstart.json"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything the result depends on. `careless`: share of demonstrations that forget the carries.
+    """Everything the result depends on. `careless`: share of demonstrations that forget the carries. `experts`: of
+    every layer, two of them active, each half as wide as the MLP that they replace; 0: that MLP.
 
     The warm-up stops at the first check, every `check_every` steps from `least_steps` on, at which greedy held-out
     accuracy is within `accept` and sampled accuracy is at least `least_sampled`.
@@ -58,11 +59,13 @@ class Recipe:
     accept: tuple[float, float] = (0.25, 0.45)
     least_sampled: float = 0.33
     held_out: int = 256
+    experts: int = 0
 
     @property
     def key(self) -> str:
-        """Cache key: a digest of every field."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Cache key: a digest of every field; `experts` counts where there are some."""
+        fields = {name: value for name, value in asdict(self).items() if name != "experts" or value}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -157,11 +160,17 @@ def make_tokenizer() -> Any:
 
 
 def make_model(recipe: Recipe) -> Any:
-    """A randomly initialised Qwen3 (445 k parameters, tied embeddings), the same for the same seed."""
+    """A randomly initialised Qwen3 (445 k parameters without experts, tied), the same for the same seed."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3Config(
+    kinds: Any = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if recipe.experts else (Qwen3Config, Qwen3ForCausalLM)
+    config_class, model_class = kinds
+    experts: dict[str, Any] = {}
+    if recipe.experts:
+        experts = {"num_experts": recipe.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        experts["moe_intermediate_size"] = recipe.hidden_size
+    config = config_class(
         vocab_size=len(VOCABULARY),
         hidden_size=recipe.hidden_size,
         intermediate_size=2 * recipe.hidden_size,
@@ -174,10 +183,11 @@ def make_model(recipe: Recipe) -> Any:
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
+        **experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = Qwen3ForCausalLM(config)
+        model = model_class(config)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model
 

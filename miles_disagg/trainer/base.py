@@ -159,6 +159,8 @@ class LossSpec:
 class TrainerSpec:
     """Everything that is the same on all trainer ranks. Data parallel size is world_size / (tp * pp).
 
+    expert_parallel: data parallel ranks that a layer's experts are spread over.
+
     max_tokens_per_micro_batch bounds the packed tokens of one forward pass; a longer single sample is refused.
     meet_timeout, collective_timeout: seconds to wait for all ranks to meet, and for any one collective.
     """
@@ -175,6 +177,7 @@ class TrainerSpec:
     loss: LossSpec = field(default_factory=LossSpec)
     advantages: AdvantageSpec = field(default_factory=AdvantageSpec)
     critic: CriticSpec | None = None
+    expert_parallel: int = 1
     meet_timeout: float = 120.0
     collective_timeout: float = 600.0
 

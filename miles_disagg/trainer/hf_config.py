@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,9 @@ from typing import Any, Literal
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.weights.transfer.layouts import ModelSizes
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+MIXTURES = ("Qwen3MoeForCausalLM",)
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", *MIXTURES)
+_QWEN3 = ("Qwen3ForCausalLM", *MIXTURES)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -52,8 +54,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of every MLP. active: experts of a token; ffn_size: of one expert.
+
+    normalised: the weights of a token's experts are scaled to add up to 1.
+    """
+
+    count: int
+    active: int
+    ffn_size: int
+    normalised: bool
+
+
+@dataclass(frozen=True)
 class HfModelConfig:
-    """A dense decoder: grouped-query attention, RMSNorm, SwiGLU, rotary embedding. Sizes in elements."""
+    """A decoder: grouped-query attention, RMSNorm, SwiGLU or experts of it, rotary embedding. Sizes in elements."""
 
     architecture: str
     vocab_size: int
@@ -69,11 +84,13 @@ class HfModelConfig:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: ExpertsConfig | None = None
 
-    def layout_problems(self, tensor_parallel: int, pipeline_parallel: int) -> list[str]:
-        """Why this model cannot be split TP x PP ways; empty if it can."""
+    def layout_problems(self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1) -> list[str]:
+        """Why this model cannot be split TP x PP ways, and its experts EP ways; empty if it can."""
         sizes = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
-        sizes |= {"intermediate_size": self.ffn_size}
+        if self.experts is None:
+            sizes |= {"intermediate_size": self.ffn_size}
         problems = [
             f"--tensor-model-parallel-size {tensor_parallel} does not divide the model's {name} {size}"
             for name, size in sizes.items()
@@ -83,6 +100,25 @@ class HfModelConfig:
             problems.append(
                 f"--pipeline-model-parallel-size {pipeline_parallel} does not divide the model's "
                 f"num_hidden_layers {self.num_layers}"
+            )
+        return problems + self._expert_problems(tensor_parallel, expert_parallel)
+
+    def _expert_problems(self, tensor_parallel: int, expert_parallel: int) -> list[str]:
+        if self.experts is None:
+            if expert_parallel > 1:
+                return [f"--expert-model-parallel-size {expert_parallel}: {self.architecture} has no experts"]
+            return []
+        problems = []
+        if tensor_parallel > 1:
+            problems.append(
+                f"--tensor-model-parallel-size {tensor_parallel}: a mixture of experts is trained without tensor "
+                "parallelism (Megatron-core wants sequence parallelism with it): use --expert-model-parallel-size, "
+                "--pipeline-model-parallel-size and data parallel ranks"
+            )
+        if self.experts.count % expert_parallel:
+            problems.append(
+                f"--expert-model-parallel-size {expert_parallel} does not divide the model's "
+                f"num_experts {self.experts.count}"
             )
         return problems
 
@@ -99,6 +135,8 @@ class HfModelConfig:
             tied=self.tied,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
+            experts=self.experts.count if self.experts else 0,
+            expert_ffn=self.experts.ffn_size if self.experts else 0,
         )
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
@@ -141,11 +179,12 @@ def parse_hf_config(raw: Mapping[str, Any], file: str = "config.json") -> HfMode
     kv_heads = positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}", file=file)
+    experts = _parse_experts(raw, positive, file) if architecture in MIXTURES else None
     return HfModelConfig(
         architecture=architecture,
         vocab_size=positive("vocab_size"),
         hidden_size=hidden,
-        ffn_size=positive("intermediate_size"),
+        ffn_size=experts.ffn_size if experts else positive("intermediate_size"),
         num_layers=positive("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -155,8 +194,27 @@ def parse_hf_config(raw: Mapping[str, Any], file: str = "config.json") -> HfMode
         rope=_parse_rope(raw, file),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in _QWEN3,
+        experts=experts,
     )
+
+
+def _parse_experts(raw: Mapping[str, Any], positive: Callable[[str], int], file: str) -> ExpertsConfig:
+    """Qwen3's mixture: experts in every layer, softmax routing, none shared."""
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        fields = (
+            f"mlp_only_layers {raw.get('mlp_only_layers')!r}, decoder_sparse_step {raw.get('decoder_sparse_step')!r}"
+        )
+        raise CheckpointError(f"{fields} cannot be trained; supported: experts in every layer", file=file)
+    count = positive("num_experts" if "num_experts" in raw else "num_local_experts")
+    active = positive("num_experts_per_tok")
+    if active > count:
+        raise CheckpointError(f"num_experts_per_tok {active} is more than num_experts {count}", file=file)
+    normalised = bool(raw.get("norm_topk_prob", False))
+    if normalised and active == 1:
+        message = "norm_topk_prob with num_experts_per_tok 1 cannot be trained: its router has no gradient"
+        raise CheckpointError(message, file=file)
+    return ExpertsConfig(count, active, positive("moe_intermediate_size"), normalised)
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], file: str) -> None:

@@ -37,6 +37,17 @@ def tiny_checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def tiny_experts(tmp_path_factory):
+    """An untrained mixture of four experts, two of them active, otherwise as `tiny_checkpoint`."""
+    from miles_disagg.prompts.quickstart import Recipe, make_model, make_tokenizer
+
+    path = tmp_path_factory.mktemp("model") / "experts"
+    make_model(Recipe(hidden_size=64, layers=2, experts=4)).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
 @pytest.fixture
 def run_config(tmp_path, tiny_checkpoint):
     """Builds the resolved configuration of a short run from flags."""

@@ -92,6 +92,19 @@ def test_changed_elements_sent_to_engines_leave_them_equal_to_the_export(local_r
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["p2p", "broadcast", "disk-delta"])
+def test_engines_serve_the_export_of_experts_that_are_spread_over_trainer_ranks(
+    local_ray, run_config, tiny_experts, mode
+):
+    flags = ("--update-weight-transfer-mode", mode, "--actor-num-gpus-per-node", "2", "--num-rollout-engines", "2")
+    config = run_config(*flags, "--expert-model-parallel-size", "2", "--hf-checkpoint", str(tiny_experts))
+    seen = asyncio.run(train_and_compare(config))
+    assert len(seen) == 2 * 4 * 4
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["train/rollout_logprob_abs_diff"] < 0.5 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "staging"), [("torch", "never"), ("nixl", "never"), ("torch", "always")])
 def test_peer_to_peer_by_other_ways_leaves_engines_equal_to_the_export(local_ray, run_config, transport, staging):
     flags = ("--update-weight-transfer-mode", "p2p", "--actor-num-gpus-per-node", "2", "--num-rollout-engines", "2")

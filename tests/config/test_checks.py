@@ -187,6 +187,7 @@ REFUSED = [
     ("--tensor-model-parallel-size 2", "not divisible by --tensor-model-parallel-size 2"),
     ("--global-batch-size 100", "--global-batch-size 100 does not divide the 256 samples"),
     ("--actor-num-gpus-per-node 3", "--global-batch-size 256 is not divisible by the data parallel size 3"),
+    ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 does not divide the data parallel size 1"),
     ("--max-tokens-per-gpu 512", "--max-tokens-per-gpu 512 cannot hold one sample"),
     ("--kl-loss-coef 0.1", "without --use-kl-loss"),
     ("--min-lr 1", "--min-lr 1 is above --lr"),

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB = 512
@@ -21,7 +28,7 @@ _SHAPE = {
     "eos_token_id": EOS,
     "pad_token_id": PAD,
 }
-_CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+_CONFIGS = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
 
 
 def make_checkpoint(
@@ -35,7 +42,9 @@ def make_checkpoint(
     **shape: int,
 ) -> Path:
     """Write a random model; larger than usual initial weights, so that tokens differ between seeds."""
-    extra = {"head_dim": 16} if architecture == "qwen3" else {}
+    extra: dict[str, int] = {"head_dim": 16} if architecture.startswith("qwen3") else {}
+    if architecture == "qwen3_moe":
+        extra |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     config = _CONFIGS[architecture](**{**_SHAPE, **extra, **shape}, tie_word_embeddings=tied, initializer_range=0.1)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype)

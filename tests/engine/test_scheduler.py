@@ -18,6 +18,11 @@ from miles_disagg.engine.embedded.runner import ModelRunner
 from miles_disagg.engine.embedded.scheduler import Scheduler
 from miles_disagg.engine.embedded.text import Text
 from miles_disagg.engine.embedded.weights import read_checkpoint
+from miles_disagg.engine.inplace.miles_inplace.recorder import read_headers, record
+from miles_disagg.engine.tensors import raw_bytes
+from miles_disagg.weights.digest import digest
+from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage, blocks_of
+from miles_disagg.weights.transfer.layouts import ModelSizes, embedded_layout
 from tests.engine import reference
 from tests.engine.checkpoints import make_checkpoint
 
@@ -88,7 +93,7 @@ def start() -> Iterator[Callable[..., Harness]]:
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [35] * 20, [8, 9]]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_architecture_gives_transformers_tokens(
     start: Callable[..., Harness], tmp_path: Path, architecture: str, tied: bool
@@ -258,6 +263,34 @@ def test_tied_copies_are_accepted_if_equal_and_refused_if_not(tmp_path: Path):
     assert list(runner.weights.check(pair, complete=False)) == ["model.embed_tokens.weight"]
     with pytest.raises(UpdateFailed, match="tied"):
         runner.weights.check({**pair, "lm_head.weight": embedding}, complete=False)
+
+
+def test_experts_are_served_updated_and_mapped_by_the_names_of_their_checkpoint(start, tmp_path: Path):
+    base, other = (make_checkpoint(tmp_path / str(s), architecture="qwen3_moe", seed=s) for s in (0, 1))
+    harness = start(base)
+    weights, held = harness.runner.weights, read_checkpoint(base)
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in held
+    assert weights.digests() == {name: digest(raw_bytes(t), "xxh3-128") for name, t in held.items()}
+    slots, rows = record(weights, read_headers(str(base)))
+    layout = RankLayout("e", *layout_of(slots, rows, {n: tuple(t.shape) for n, t in held.items()}))
+    sizes = ModelSizes(512, 64, 128, 2, 4, 2, 16, experts=8, expert_ffn=64)
+    formula = embedded_layout(sizes, name="e", dtype="float32")
+
+    def placed(rank: RankLayout) -> dict[str, tuple[int, int]]:
+        return {b.tensor: (b.offset, rank.storages[b.storage].elements) for b in rank.blocks}
+
+    assert placed(layout) == placed(formula)
+    harness.update(other, NEW)
+    requests = harness.submit(PROMPTS[:2])
+    assert harness.wait(requests) == [reference.greedy(other, p, 10)[0] for p in PROMPTS[:2]]
+
+
+def layout_of(slots, rows, shapes) -> tuple[tuple[Storage, ...], tuple[Block, ...]]:
+    """What was recorded, as a rank's layout has it."""
+    storages = tuple(Storage(s.nbytes // s.dtype.itemsize, s.dtype.itemsize, str(s.dtype)) for s in slots)
+    found = [(name, row) for name, own in rows.items() for row in own]
+    blocks = (blocks_of(n, shapes[n], r.dims, r.source_offset, r.slot, r.slot_offset) for n, r in found)
+    return storages, tuple(b for own in blocks for b in own)
 
 
 def test_a_truncated_or_incomplete_checkpoint_is_not_served(tmp_path: Path):

@@ -23,6 +23,13 @@ TINY = {
     "hidden_act": "silu",
     "eos_token_id": 1,
 }
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 
 def write_tiny_checkpoint(path: Path, **config: Any) -> Path:
@@ -36,7 +43,7 @@ def write_tiny_checkpoint(path: Path, **config: Any) -> Path:
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Shapes by canonical name of a tied Qwen3."""
+    """Shapes by canonical name of a tied Qwen3; with `num_experts`, each is of the intermediate size."""
     hidden, ffn, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
@@ -51,10 +58,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             f"{p}.self_attn.o_proj.weight": [hidden, q],
             f"{p}.self_attn.q_norm.weight": [dim],
             f"{p}.self_attn.k_norm.weight": [dim],
-            f"{p}.mlp.gate_proj.weight": [ffn, hidden],
-            f"{p}.mlp.up_proj.weight": [ffn, hidden],
-            f"{p}.mlp.down_proj.weight": [hidden, ffn],
         }
+        experts = config.get("num_experts", 0)
+        shapes |= {f"{p}.mlp.gate.weight": [experts, hidden]} if experts else {}
+        for mlp in [f"{p}.mlp.experts.{e}" for e in range(experts)] or [f"{p}.mlp"]:
+            shapes |= {f"{mlp}.gate_proj.weight": [ffn, hidden], f"{mlp}.up_proj.weight": [ffn, hidden]}
+            shapes[f"{mlp}.down_proj.weight"] = [hidden, ffn]
     return shapes
 
 

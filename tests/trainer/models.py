@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,19 @@ LLAMA3_ROPE = {
 
 
 def make_checkpoint(directory: Path, kind: str, **changes: Any) -> Path:
-    """A random fp32 model of `kind` (qwen3, qwen2, llama) with norms and biases that matter, in several shards."""
+    """A random fp32 model of `kind` (qwen3, qwen3_moe, qwen2, llama) with norms and biases that matter, in shards."""
     import transformers as hf
 
     config_cls, model_cls = {
         "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM),
+        "qwen3_moe": (hf.Qwen3MoeConfig, hf.Qwen3MoeForCausalLM),
         "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
         "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
     }[kind]
     dtype = changes.pop("dtype", torch.float32)
-    extra = {"head_dim": 16} if kind == "qwen3" else {}
+    extra: dict[str, Any] = {"head_dim": 16} if kind.startswith("qwen3") else {}
+    if kind == "qwen3_moe":
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     config = config_cls(**(SIZES | extra | {"vocab_size": 61, "rope_parameters": rope} | changes))
     torch.manual_seed(len(kind) + config.vocab_size)
@@ -65,6 +68,23 @@ def make_batch(
                 token_versions=[t // 5 for t in range(response)] if versions else None,
             )
         )
+    return out
+
+
+def checkpoint_names(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A transformers model's tensors as its checkpoint has them: experts, stacked in the model, one by one."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in named.items():
+        at, _, kind = name.rpartition(".")
+        if not at.endswith("mlp.experts"):
+            out[name] = tensor
+            continue
+        for e, expert in enumerate(tensor):
+            if kind == "down_proj":
+                out[f"{at}.{e}.down_proj.weight"] = expert
+            else:
+                half = expert.shape[0] // 2
+                out |= {f"{at}.{e}.gate_proj.weight": expert[:half], f"{at}.{e}.up_proj.weight": expert[half:]}
     return out
 
 

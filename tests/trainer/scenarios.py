@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import raw_bytes
@@ -84,7 +85,7 @@ def gradients(trainer: MegatronTrainer, batch: Sequence[TrainSample]) -> dict[st
     trainer._policy.ddp.train()
     trainer._policy.ddp.zero_grad_buffer()
     step.train_pass(trainer._policy.ddp, micros, trainer._scorer(), step.cross_entropy_loss, 2, trainer.layout)
-    if trainer.layout.dp:
+    if not trainer.layout.exports:
         return {}
     named = convert.gather_weights(trainer.model, trainer.hf, trainer.layout, {}, value=lambda p: vars(p)["main_grad"])
     return {name: tensor.cpu().numpy().copy() for name, tensor in named}
@@ -198,6 +199,18 @@ def load_and_go_on(
             trainer.sft_step(list(batch)[:2])
         trainer.load_checkpoint(directory)
         return {"steps": [dict(trainer.sft_step(batch)) for _ in range(2)], "trained": exported(trainer)}
+    finally:
+        trainer.close()
+
+
+def load_refused(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> str:
+    """What loading says."""
+    trainer = MegatronTrainer(spec, rank)
+    try:
+        trainer.load_checkpoint(directory)
+        return "no error"
+    except CheckpointError as e:
+        return str(e)
     finally:
         trainer.close()
 

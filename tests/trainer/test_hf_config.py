@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_disagg.domain.errors import CheckpointError
-from miles_disagg.trainer.hf_config import parse_hf_config, read_hf_config
+from miles_disagg.trainer.hf_config import ExpertsConfig, parse_hf_config, read_hf_config
 from tests.trainer.models import LLAMA3_ROPE
 
 QWEN3: dict[str, Any] = {
@@ -37,6 +37,24 @@ def test_sizes_defaults_and_the_old_and_new_forms_of_rope() -> None:
     )
     assert (llama.head_dim, llama.num_kv_heads, llama.qk_norm) == (16, 4, False)
     assert parse_hf_config(QWEN3 | {"architectures": ["Qwen2ForCausalLM"]}).qkv_bias
+
+
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_a_mixture_of_experts_and_how_it_can_be_split() -> None:
+    hf = parse_hf_config(QWEN3 | EXPERTS)
+    assert hf.experts == ExpertsConfig(count=8, active=2, ffn_size=24, normalised=True)
+    assert (hf.ffn_size, hf.qk_norm, hf.sizes().experts, hf.sizes().expert_ffn) == (24, True, 8, 24)
+    renamed = {k: v for k, v in EXPERTS.items() if k != "num_experts"} | {"num_local_experts": 8}
+    assert parse_hf_config(QWEN3 | renamed) == hf
+    assert hf.layout_problems(1, 2, 4) == []
+    assert "--expert-model-parallel-size 3 does not divide the model's num_experts 8" in hf.layout_problems(1, 1, 3)[0]
+    assert "--tensor-model-parallel-size 2: a mixture of experts is trained without" in hf.layout_problems(2, 1)[0]
+    assert "Qwen3ForCausalLM has no experts" in parse_hf_config(QWEN3).layout_problems(1, 1, 2)[0]
 
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -67,6 +85,10 @@ def test_inverse_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> 
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+        (EXPERTS | {"mlp_only_layers": [0]}, "mlp_only_layers.*supported: experts in every layer"),
+        (EXPERTS | {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
+        (EXPERTS | {"num_experts": 1, "num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok 1"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "num_local_experts must be a positive integer, got None"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:

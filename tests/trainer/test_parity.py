@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainerSpec
-from tests.trainer.models import LLAMA3_ROPE, Reference, make_batch, make_checkpoint
+from tests.trainer.models import LLAMA3_ROPE, Reference, checkpoint_names, make_batch, make_checkpoint
 from tests.trainer.ranks import Job, run_ranks
 
 VOCAB = 61  # odd: TP2 pads it
@@ -29,17 +29,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {"tie_word_embeddings": False}),
+    "experts-tied": ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
 }
 # name: (world, TP, PP, model, distributed optimizer)
 LAYOUTS: dict[str, tuple[int, int, int, str, bool]] = {
     "one rank": (1, 1, 1, "qwen3-tied", True),
     "one rank, llama 3 rope": (1, 1, 1, "llama3-rope", False),
+    "one rank, experts": (1, 1, 1, "experts", False),
     "TP2": (2, 2, 1, "qwen2", False),
     "TP2, tied": (2, 2, 1, "qwen3-tied", True),
     "PP2": (2, 1, 2, "qwen3", False),
     "PP2, tied": (2, 1, 2, "llama-tied", False),
     "DP2": (2, 1, 1, "qwen3", False),
     "DP2, distributed optimizer": (2, 1, 1, "qwen2", True),
+    "EP2": (2, 1, 1, "experts", False),
+    "EP2, tied, distributed optimizer": (2, 1, 1, "experts-tied", True),
+    "PP2xEP2": (4, 1, 2, "experts-tied", False),
+    "EP2xDP2": (4, 1, 1, "experts", True),
     "TP2xPP2": (4, 2, 2, "qwen3-tied", False),
     "TP2xDP2": (4, 2, 1, "qwen3", True),
 }
@@ -75,7 +82,7 @@ class Runs:
                 continue
             spec = TrainerSpec(
                 str(self.checkpoints[model]), tp, pp, "fp32", distributed, "full" if "tied" in name else "none",
-                max_tokens_per_micro_batch=60, optimizer=OPTIMIZER, loss=LOSS,
+                max_tokens_per_micro_batch=60, optimizer=OPTIMIZER, loss=LOSS, expert_parallel=1 + ("EP2" in name),
             )  # fmt: skip
             jobs[name] = Job("sft", {"spec": spec, "batch": BATCH, "steps": STEPS})
             jobs[f"{name}: policy"] = Job(
@@ -110,7 +117,7 @@ def union(results: list[dict[str, Any]], key: str) -> dict[str, np.ndarray]:
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tied = getattr(model.config, "tie_word_embeddings", False)
-    return {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    return checkpoint_names({k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")})
 
 
 @every_layout
@@ -146,10 +153,10 @@ def test_gradients_equal_those_of_transformers(runs: Runs, layout: str) -> None:
     reference = runs.reference(layout)
     sft_loss(reference).backward()
     found = {k: v for r in results for k, v in r["gradients"].items()}
-    expected = {k: p.grad for k, p in reference.model.named_parameters()}
+    assert all(p.grad is not None for p in reference.model.parameters())
+    expected = checkpoint_names({k: torch.as_tensor(p.grad) for k, p in reference.model.named_parameters()})
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        assert gradient is not None
         np.testing.assert_allclose(found[name], gradient.numpy(), atol=2e-6, err_msg=name)
 
 

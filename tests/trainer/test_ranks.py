@@ -45,6 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             root / "tied", "qwen3", vocab_size=VOCAB, tie_word_embeddings=True, dtype=torch.bfloat16
         ),
         "engine": make_checkpoint(root / "engine", "qwen3", vocab_size=260, tie_word_embeddings=True),
+        "experts": make_checkpoint(root / "experts", "qwen3_moe", vocab_size=VOCAB),
     }
     make_tokenizer().save_pretrained(out["engine"])
     broken = make_checkpoint(root / "broken", "llama", vocab_size=VOCAB)
@@ -101,6 +102,7 @@ def alone(models: dict[str, Path], saved: Path) -> dict[str, list[Any]]:
         "wrong shape": Job("raised", {"spec": spec_of(models["wrong shape"])}),
         "not a checkpoint": Job("raised", {"spec": spec_of(models["fp32"] / "nowhere")}),
         "tp 3": Job("raised", {"spec": spec_of(models["fp32"], tp=3)}),
+        "experts, tp 2": Job("raised", {"spec": spec_of(models["experts"], tp=2)}),
         "world": Job("raised", {"spec": spec_of(models["fp32"], tp=2)}),
         "vocab": Job("vocab_parallel", {"vocab_size": 61, "padded": 61, "temperature": 0.7}),
     })  # fmt: skip
@@ -134,6 +136,8 @@ def pair(
     plainly = spec_of(models["fp32"], use_distributed_optimizer=False)
     send = {"batch": BATCH, "engine_url": engine_url, "version": "r/weight_v000001"}
     few = {"batch": BATCH[:1], "global_batch_size": 1}
+    experts = {"batch": BATCH, "directory": str(tmp_path_factory.mktemp("experts") / "step_2")}
+    spread = spec_of(models["experts"], expert_parallel=2)
     return run_ranks(2, {
         "loaded at TP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"], tp=2)}),
         "loaded at PP2": Job("load_and_go_on", load | {"spec": spec_of(models["fp32"], pp=2)}),
@@ -147,6 +151,9 @@ def pair(
         "saved, plain": Job("save_and_go_on", plain | {"spec": plainly}),
         "plain to fresh plain": Job("load_and_go_on", plain | {"spec": plainly, "fresh": True}),
         "plain to plain": Job("load_and_go_on", plain | {"spec": plainly}),
+        "saved at EP2": Job("save_and_go_on", experts | {"spec": spread}),
+        "EP2 to fresh EP2": Job("load_and_go_on", experts | {"spec": spread, "fresh": True}),
+        "EP2 to DP2": Job("load_refused", experts | {"spec": spec_of(models["experts"])}),
         "bf16, TP2": Job("sft", {"spec": spec_of(models["bf16"], tp=2, dtype="bf16"), "batch": BATCH, "steps": 3}),
         "bf16, PP2": Job("sft", {"spec": spec_of(models["bf16"], pp=2, dtype="bf16"), "batch": BATCH, "steps": 3}),
         "one sample, DP2": Job("policy", few | {"spec": spec_of(models["fp32"])}),
@@ -250,6 +257,7 @@ def test_a_checkpoint_is_whole_and_never_overwritten(alone: dict[str, list[Any]]
         ("wrong shape", "CheckpointError: shape is [32, 48], the configuration needs [32, 96]"),
         ("not a checkpoint", "CheckpointError: is not a Hugging Face checkpoint directory: no config.json"),
         ("tp 3", "ValueError: --tensor-model-parallel-size 3 does not divide the model's num_attention_heads 4"),
+        ("experts, tp 2", "ValueError: --tensor-model-parallel-size 2: a mixture of experts is trained without"),
         ("world", "ValueError: 1 trainer ranks are no multiple of TP 2 x PP 1"),
     ],
 )
@@ -277,6 +285,15 @@ def test_vocab_parallel_logprobs_entropy_and_gradients(
         np.testing.assert_allclose(result["entropy"], entropy.detach().numpy(), atol=2e-6)
         np.testing.assert_allclose(result["grad"], logits.grad.chunk(len(results), 1)[rank].numpy(), atol=2e-6)
         assert result["untouched"], "the logits must not be changed in place"
+
+
+def test_experts_that_are_spread_go_on_from_their_checkpoint_and_nobody_else_does(pair: dict[str, list[Any]]) -> None:
+    saved, loaded = pair["saved at EP2"], pair["EP2 to fresh EP2"]
+    for a, b in zip(saved, loaded, strict=True):
+        check_same_steps(a, b)
+    for name, raw in saved[0]["trained"].items():
+        assert np.array_equal(raw, loaded[0]["trained"][name]), name
+    assert all("was saved with --expert-model-parallel-size 2: 1 cannot" in said for said in pair["EP2 to DP2"])
 
 
 async def test_an_engine_serves_a_pipelined_trainers_export_bit_for_bit(

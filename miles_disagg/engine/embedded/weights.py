@@ -29,6 +29,8 @@ from miles_disagg.weights.checkpoint import open_checkpoint
 from miles_disagg.weights.digest import digest
 from miles_disagg.weights.indices import POSITIONS, VALUES
 
+_STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -43,7 +45,10 @@ Staged = Mapping[str, "torch.Tensor | Changes"]
 
 
 class ServedWeights:
-    """Names of the live tensors as they stand in a Hugging Face checkpoint. Tied tensors have one name."""
+    """Names of the live tensors as they stand in a Hugging Face checkpoint. Tied tensors have one name.
+
+    Stacked experts are those of Qwen3's mixtures: gate above up, each [out, in].
+    """
 
     def __init__(self, model: torch.nn.Module):
         self.live: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -54,6 +59,8 @@ class ServedWeights:
             for name, value in model.state_dict(keep_vars=True).items()
             if name not in self.live
         }
+        for name in [n for n in self.live if n.endswith(_STACKED) and self.live[n].dim() == 3]:
+            self.live |= _unstacked(name, self.live.pop(name))
 
     def check(self, staged: Mapping[str, torch.Tensor], *, complete: bool) -> Tensors:
         """The tensors to copy, by live name. UpdateFailed naming the tensor unless every one fits; touches nothing.
@@ -128,6 +135,19 @@ class ServedWeights:
     def digests(self) -> dict[str, str]:
         """HF name -> xxh3-128 of the bytes being served."""
         return {name: digest(raw_bytes(tensor), "xxh3-128") for name, tensor in self.live.items()}
+
+
+def _unstacked(name: str, stacked: torch.Tensor) -> Tensors:
+    """The experts of a layer, which transformers keeps in one tensor [experts, rows, columns], as the checkpoint has
+    them: views by HF name."""
+    at, _, kind = name.rpartition(".")
+    if kind == "down_proj":
+        return {f"{at}.{e}.down_proj.weight": expert for e, expert in enumerate(stacked.detach())}
+    return {
+        f"{at}.{e}.{half}_proj.weight": part
+        for e, fused in enumerate(stacked.detach())
+        for half, part in zip(("gate", "up"), fused.chunk(2), strict=True)
+    }
 
 
 # --- where staged tensors come from -----------------------------------------------------------------

@@ -84,6 +84,14 @@ def load(
     if saved["architecture"] != common["architecture"]:
         message = f"holds a {saved['architecture']}, this trainer has a {common['architecture']}"
         raise CheckpointError(message, file=directory)
+    before, now = saved.get("expert_parallel", 1), common["expert_parallel"]
+    if (before > 1) != (now > 1):  # experts that are spread have an optimizer of their own
+        message = (
+            f"was saved with --expert-model-parallel-size {before}: {now} cannot continue it, only sizes above 1 can"
+        )
+        if before == 1:
+            message = f"was saved with --expert-model-parallel-size 1, and {now} cannot continue it"
+        raise CheckpointError(message, file=directory)
     if distributed_optimizer:
         for one in _parts(optimizer):
             _make_adam_states(one.optimizer)

@@ -4,14 +4,16 @@ Fused and sharded forms (rows; hd = head_dim; r = tensor parallel rank, of tp):
 * `linear_qkv`: per KV group `[its q heads | k | v]`; rank r holds whole groups.
 * `linear_fc1`: `[gate.chunk(tp)[r] ; up.chunk(tp)[r]]`.
 * embedding and output layer: vocabulary rows, padded with zero rows at the end to a multiple of tp.
+* experts: each whole on one expert parallel rank, which holds a run of neighbours; `linear_fc1` is `[gate ; up]`.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,9 @@ from miles_disagg.trainer.megatron.model import ValueHead
 from miles_disagg.trainer.megatron.parallel import Layout
 from miles_disagg.weights.checkpoint import Checkpoint
 
-Kind = Literal["replicated", "rows", "columns", "vocab", "qkv", "gate_up"]
+Kind = Literal["replicated", "columns", "vocab", "qkv", "gate_up", "expert_gate_up", "expert_down"]
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_WHOLE = ("replicated", "expert_gate_up", "expert_down")  # not cut over tensor parallel ranks
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -53,8 +56,11 @@ def hf_shapes(hf: HfModelConfig) -> dict[str, tuple[int, ...]]:
                 out[f"{attn}{x}_proj.bias"] = (rows,)
         if hf.qk_norm:
             out |= {f"{attn}{x}_norm.weight": (hf.head_dim,) for x in "qk"}
-        out |= {f"{mlp}{x}_proj.weight": (hf.ffn_size, h) for x in ("gate", "up")}
-        out[f"{mlp}down_proj.weight"] = (h, hf.ffn_size)
+        if hf.experts is not None:
+            out[f"{mlp}gate.weight"] = (hf.experts.count, h)
+        for at in [f"{mlp}experts.{e}." for e in range(hf.experts.count)] if hf.experts else [mlp]:
+            out |= {f"{at}{x}_proj.weight": (hf.ffn_size, h) for x in ("gate", "up")}
+            out[f"{at}down_proj.weight"] = (h, hf.ffn_size)
     out["model.norm.weight"] = (h,)
     if not hf.tied:
         out[LM_HEAD] = (hf.vocab_size, h)
@@ -107,8 +113,15 @@ def slots(model: torch.nn.Module, hf: HfModelConfig) -> list[Slot]:
             take(f"{ours}self_attention.k_layernorm.weight", "replicated", attn + "k_norm.weight")
         take(f"{ours}self_attention.linear_proj.weight", "columns", attn + "o_proj.weight")
         take(f"{ours}pre_mlp_layernorm.weight", "replicated", theirs + "post_attention_layernorm.weight")
-        take(f"{ours}mlp.linear_fc1.weight", "gate_up", theirs + "mlp.gate_proj.weight", theirs + "mlp.up_proj.weight")
-        take(f"{ours}mlp.linear_fc2.weight", "columns", theirs + "mlp.down_proj.weight")
+        if hf.experts is None:
+            take(f"{ours}mlp.linear_fc1.weight", "gate_up", *(f"{theirs}mlp.{x}_proj.weight" for x in ("gate", "up")))
+            take(f"{ours}mlp.linear_fc2.weight", "columns", theirs + "mlp.down_proj.weight")
+            continue
+        take(f"{ours}mlp.router.weight", "replicated", theirs + "mlp.gate.weight")
+        for i, expert in enumerate(layer.mlp.local_expert_indices):
+            fc, to = f"{ours}mlp.experts.local_experts.{i}.linear_fc", f"{theirs}mlp.experts.{expert}."
+            take(f"{fc}1.weight", "expert_gate_up", *(f"{to}{x}_proj.weight" for x in ("gate", "up")))
+            take(f"{fc}2.weight", "expert_down", to + "down_proj.weight")
     if "decoder.final_layernorm.weight" in params:
         take("decoder.final_layernorm.weight", "replicated", "model.norm.weight")
     if "output_layer.weight" in params:  # with tied embeddings only where the last stage is not also the first
@@ -127,7 +140,7 @@ def import_weights(model: torch.nn.Module, checkpoint: Checkpoint, hf: HfModelCo
     for slot in slots(model, hf):
         tensors = [_read(checkpoint, name) for name in slot.hf_names]
         slot.param.copy_(_shard(tensors, slot.kind, hf, layout.tp, layout.tp_size, slot.param.shape))
-        if slot.kind != "replicated":  # Megatron's gradient norm counts what is not marked on TP rank 0 only
+        if slot.kind not in _WHOLE:  # Megatron's gradient norm counts what is not marked on TP rank 0 only
             vars(slot.param)["tensor_model_parallel"] = True
             vars(slot.param)["partition_dim"] = 1 if slot.kind == "columns" else 0
             vars(slot.param)["partition_stride"] = 1
@@ -142,8 +155,10 @@ def _read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _shard(tensors: list[Tensor], kind: Kind, hf: HfModelConfig, tp: int, tp_size: int, shape: torch.Size) -> Tensor:
-    if kind == "replicated":
+    if kind in ("replicated", "expert_down"):
         return tensors[0]
+    if kind == "expert_gate_up":
+        return torch.cat(tensors)
     if kind == "columns":
         return tensors[0].chunk(tp_size, 1)[tp]
     if kind == "vocab":
@@ -158,9 +173,11 @@ def _shard(tensors: list[Tensor], kind: Kind, hf: HfModelConfig, tp: int, tp_siz
 
 
 def _unshard(parts: list[Tensor], kind: Kind, hf: HfModelConfig) -> list[Tensor]:
-    """Full HF tensors of one slot from all TP ranks' shards."""
-    if kind == "replicated":
+    """Full HF tensors of one slot from all TP ranks' shards; of an expert's, from the one rank that has it."""
+    if kind in ("replicated", "expert_down"):
         return parts[:1]
+    if kind == "expert_gate_up":
+        return list(parts[0].chunk(2, 0))
     if kind == "columns":
         return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)]
     if kind == "vocab":
@@ -183,22 +200,43 @@ def gather_weights(
     dtypes: dict[str, torch.dtype],
     value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.data,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of this stage under HF names, one at a time, on the source rank; the other TP ranks yield nothing.
+    """Full tensors of this stage under HF names, one at a time, on the source rank; the other ranks yield nothing.
 
-    Collective over the tensor parallel group, called only where dp is 0. `dtypes` gives each tensor's dtype.
+    Collective over the tensor and expert parallel groups, called only where `layout.exports`. `dtypes` gives each
+    tensor's dtype.
     """
     for slot in slots(model, hf):
-        if slot.copy:
+        of_expert = slot.kind.startswith("expert")
+        if slot.copy or (layout.dp and not of_expert):
             continue
         local = value(slot.param).contiguous()
-        parts = [local]
-        if layout.tp_size > 1 and slot.kind != "replicated":
-            parts = [torch.empty_like(local) for _ in range(layout.tp_size)] if layout.is_source else []
-            root = dist.get_global_rank(layout.tp_group, 0)
-            dist.gather(local, parts or None, dst=root, group=layout.tp_group)
+        named = [(slot.hf_names, [local])]
+        if of_expert and layout.ep_size > 1:
+            per_rank = hf.sizes().experts // layout.ep_size
+            parts = _gathered(local, layout.ep_group, layout.ep_size, layout.is_source)
+            named = [(_of_rank(slot.hf_names, e, per_rank), [part]) for e, part in enumerate(parts)]
+        elif layout.tp_size > 1 and slot.kind not in _WHOLE:
+            named = [(slot.hf_names, _gathered(local, layout.tp_group, layout.tp_size, layout.is_source))]
         if layout.is_source:
-            for name, tensor in zip(slot.hf_names, _unshard(parts, slot.kind, hf), strict=True):
-                yield name, tensor.to(dtypes.get(name, tensor.dtype))
+            for names, parts in named:
+                for name, tensor in zip(names, _unshard(parts, slot.kind, hf), strict=True):
+                    yield name, tensor.to(dtypes.get(name, tensor.dtype))
+
+
+def _gathered(local: Tensor, group: Any, size: int, here: bool) -> list[Tensor]:
+    """Every rank's part, on the group's first rank; nothing elsewhere."""
+    parts = [torch.empty_like(local) for _ in range(size)] if here else []
+    dist.gather(local, parts or None, dst=dist.get_global_rank(group, 0), group=group)
+    return parts
+
+
+def _of_rank(names: tuple[str, ...], rank: int, per_rank: int) -> tuple[str, ...]:
+    """Names of the expert in the same place on expert parallel rank `rank`; `names` are those of rank 0."""
+
+    def moved(match: re.Match[str]) -> str:
+        return f".experts.{int(match[1]) + rank * per_rank}."
+
+    return tuple(re.sub(r"\.experts\.(\d+)\.", moved, name) for name in names)
 
 
 def export_buckets(named: Iterator[tuple[str, Tensor]], sink: ExportSink, bucket_bytes: int) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -26,6 +27,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def transformer_config(hf: HfModelConfig, spec: TrainerSpec, layout: Layout) -> TransformerConfig:
     """Megatron's configuration; every fusion that needs Transformer Engine, apex or a compiler is off."""
     dtype = DTYPES[spec.dtype]
+    experts: dict[str, Any] = {}
+    if hf.experts is not None:
+        experts = {
+            "num_moe_experts": hf.experts.count,
+            "moe_router_topk": hf.experts.active,
+            "moe_ffn_hidden_size": hf.experts.ffn_size,
+            "moe_router_pre_softmax": not hf.experts.normalised,
+            "moe_router_load_balancing_type": "none",  # the loss is the policy's alone
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": layout.ep_size,
+        }
     recompute: dict[str, Any] = {}
     if spec.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -50,7 +62,7 @@ def transformer_config(hf: HfModelConfig, spec: TrainerSpec, layout: Layout) -> 
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         variable_seq_lengths=layout.pp_size > 1,
-        moe_token_dispatcher_type="alltoall",  # dense model; the default is refused with variable lengths
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, of a dense model too
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=spec.dtype == "bf16",
@@ -63,6 +75,7 @@ def transformer_config(hf: HfModelConfig, spec: TrainerSpec, layout: Layout) -> 
         persist_layer_norm=False,
         apply_rope_fusion=False,
         **recompute,
+        **experts,
     )
 
 
@@ -97,7 +110,10 @@ def build_model(hf: HfModelConfig, config: TransformerConfig, layout: Layout) ->
     The one place that names Megatron's model class. forward(tokens [1, t], positions [1, t], None,
     packed_seq_params=PackedSequences) gives logits [1, t, padded vocab / tp] on the last stage.
     """
-    layer: Any = get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+    experts = hf.experts.count if hf.experts else None
+    if experts and not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None, and does not define it
+        vars(moe_utils)["te_general_gemm"] = None
+    layer: Any = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=hf.qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
         config=config,

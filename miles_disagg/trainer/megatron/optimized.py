@@ -68,7 +68,8 @@ class OptimizedModel:
         return out | {"grad_norm": float(grad_norm or 0.0), "lr": lr, "micro_batches": float(len(micros))}
 
     def _check_finite(self, sums: Mapping[str, float]) -> None:
-        gradients = torch.stack([buffer.grad_data.sum() for buffer in getattr(self.ddp, "buffers")])  # noqa: B009
+        buffers = [*getattr(self.ddp, "buffers"), *self.ddp.expert_parallel_buffers]  # noqa: B009
+        gradients = torch.stack([buffer.grad_data.sum() for buffer in buffers])
         total = gradients.sum()
         dist.all_reduce(total)
         bad = [name for name, value in ({**sums, "gradient": total.item()}).items() if not math.isfinite(value)]

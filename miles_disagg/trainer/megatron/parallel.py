@@ -22,7 +22,10 @@ from miles_disagg.trainer.base import RankSpec, TrainerSpec
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's coordinates and groups. `tp`, `pp`, `dp` are ranks, `*_size` group sizes."""
+    """This rank's coordinates and groups. `tp`, `pp`, `dp`, `ep` are ranks, `*_size` group sizes.
+
+    Experts are spread over `ep_size` neighbouring data parallel ranks.
+    """
 
     rank: int
     tp: int
@@ -35,6 +38,9 @@ class Layout:
     tp_group: Any
     dp_group: Any
     pp_group: Any
+    ep: int = 0
+    ep_size: int = 1
+    ep_group: Any = None
 
     @property
     def first_stage(self) -> bool:
@@ -49,17 +55,26 @@ class Layout:
         """The rank of its pipeline stage that exports weights."""
         return self.tp == 0 and self.dp == 0
 
+    @property
+    def exports(self) -> bool:
+        """True on the ranks that hold, together, one copy of this stage's weights."""
+        return self.dp < self.ep_size
+
 
 def initialize(spec: TrainerSpec, rank: RankSpec) -> Layout:
     """Join all ranks and build Megatron's groups. DeadlineExceeded names the ranks that did not come.
 
-    ValueError: the world size is no multiple of TP x PP.
+    ValueError: the world size is no multiple of TP x PP, or the data parallel size none of EP.
     """
     model_parallel = spec.tensor_parallel * spec.pipeline_parallel
     if rank.world_size % model_parallel:
         raise ValueError(
             f"{rank.world_size} trainer ranks are no multiple of "
             f"TP {spec.tensor_parallel} x PP {spec.pipeline_parallel}"
+        )
+    if rank.world_size // model_parallel % spec.expert_parallel:
+        raise ValueError(
+            f"{rank.world_size // model_parallel} data parallel ranks are no multiple of EP {spec.expert_parallel}"
         )
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -76,6 +91,8 @@ def initialize(spec: TrainerSpec, rank: RankSpec) -> Layout:
     ps.initialize_model_parallel(
         tensor_model_parallel_size=spec.tensor_parallel,
         pipeline_model_parallel_size=spec.pipeline_parallel,
+        expert_model_parallel_size=spec.expert_parallel,
+        expert_tensor_parallel_size=1 if spec.expert_parallel > 1 else None,
         distributed_timeout_minutes=math.ceil(spec.collective_timeout / 60),
     )
     torch.manual_seed(spec.seed)
@@ -92,6 +109,9 @@ def initialize(spec: TrainerSpec, rank: RankSpec) -> Layout:
         tp_group=ps.get_tensor_model_parallel_group(),
         dp_group=ps.get_data_parallel_group(),
         pp_group=ps.get_pipeline_model_parallel_group(),
+        ep=ps.get_expert_model_parallel_rank(),
+        ep_size=spec.expert_parallel,
+        ep_group=ps.get_expert_model_parallel_group(),
     )
 
 

@@ -62,7 +62,7 @@ class MegatronTrainer:
     def __init__(self, spec: TrainerSpec, rank: RankSpec):
         self.spec = spec
         self.hf = read_hf_config(spec.hf_checkpoint)
-        problems = self.hf.layout_problems(spec.tensor_parallel, spec.pipeline_parallel)
+        problems = self.hf.layout_problems(spec.tensor_parallel, spec.pipeline_parallel, spec.expert_parallel)
         if problems:
             raise ValueError("; ".join(problems))
         self.rollout_steps = 0
@@ -220,7 +220,7 @@ class MegatronTrainer:
     def export(self, sink: ExportSink, bucket_bytes: int = 256 << 20) -> None:
         """See `trainer.base.Trainer.export`. RuntimeError if tied embeddings came apart between pipeline stages."""
         self.check_copies()
-        if self.layout.dp == 0:
+        if self.layout.exports:
             named = convert.gather_weights(self.model, self.hf, self.layout, self._dtypes)
             convert.export_buckets(named, sink, bucket_bytes)
 
@@ -258,4 +258,8 @@ class MegatronTrainer:
         parallel.shutdown()
 
     def _common_state(self) -> dict[str, Any]:
-        return {"rollout_steps": self.rollout_steps, "architecture": self.hf.architecture}
+        return {
+            "rollout_steps": self.rollout_steps,
+            "architecture": self.hf.architecture,
+            "expert_parallel": self.layout.ep_size,
+        }

@@ -47,7 +47,8 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class TrainerParallel:
-    """Sizes of the trainer's parallel groups. expert: ranks that the experts of a layer are spread over."""
+    """Sizes of the trainer's parallel groups. expert: ranks that the experts of a layer are spread over, neighbours on
+    the same rank."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -162,7 +163,7 @@ def trainer_layouts(model: ModelSizes, parallel: TrainerParallel, dtype: str = "
         blocks: list[Block] = []
         for layer, kind, tensors in weights(model):
             own = pp == 0 if layer < 0 else pp == parallel.pipeline - 1 if layer == model.layers else layer in layers
-            if not own or (kind.startswith("expert") and _expert(tensors) % parallel.expert != expert):
+            if not own or (kind.startswith("expert") and _home(tensors, model, parallel.expert) != expert):
                 continue
             count, found = shard_blocks(kind, tensors, model, tp, parallel.tensor, len(storages))
             storages.append(Storage(count, ITEMSIZE[dtype], dtype))
@@ -192,7 +193,7 @@ def engine_layouts(
             elif kind == "vocab":
                 add(*_engine_vocab(tensors, rank, size, at))
             elif kind.startswith("expert"):
-                found = _engine_expert(kind, tensors, parallel, rank, at)
+                found = _engine_expert(kind, tensors, model, parallel, rank, at)
                 if found is not None:
                     add(*found)
             else:
@@ -202,10 +203,22 @@ def engine_layouts(
 
 
 def embedded_layout(model: ModelSizes, *, name: str, dtype: str = "bfloat16") -> RankLayout:
-    """The embedded engine: every tensor as it stands in the checkpoint."""
+    """The embedded engine: every tensor as it stands in the checkpoint, but a layer's experts stacked."""
     storages: list[Storage] = []
     blocks: list[Block] = []
-    for _, _, tensors in weights(model):
+    stacks: dict[tuple[int, Kind], int] = {}
+    for layer, kind, tensors in weights(model):
+        if kind.startswith("expert"):
+            elements = sum(math.prod(shape) for _, shape in tensors)
+            if (layer, kind) not in stacks:
+                stacks[layer, kind] = len(storages)
+                storages.append(Storage(elements * model.experts, ITEMSIZE[dtype], dtype))
+            at = _number(tensors) * elements
+            for tensor, shape in tensors:
+                count = math.prod(shape)
+                blocks += blocks_of(tensor, shape, ((count, 1, 1),), 0, stacks[layer, kind], at)
+                at += count
+            continue
         for tensor, shape in tensors:
             count = math.prod(shape)
             blocks += blocks_of(tensor, shape, ((count, 1, 1),), 0, len(storages), 0)
@@ -236,11 +249,11 @@ def _engine_vocab(tensors: Tensors, rank: int, size: int, storage: int) -> tuple
 
 
 def _engine_expert(
-    kind: Kind, tensors: Tensors, parallel: EngineParallel, rank: int, storage: int
+    kind: Kind, tensors: Tensors, model: ModelSizes, parallel: EngineParallel, rank: int, storage: int
 ) -> tuple[int, list[Block]] | None:
     """One expert's part on `rank`; None if another rank has it."""
     cut = parallel.tensor // parallel.expert
-    if _expert(tensors) % parallel.expert != rank // cut:
+    if _home(tensors, model, parallel.expert) != rank // cut:
         return None
     if kind == "expert_gate_up":
         return _stacked(tensors, rank % cut, cut, storage)
@@ -250,5 +263,10 @@ def _engine_expert(
     return shape[0] * columns, blocks_of(name, shape, dims, rank % cut * columns, storage, 0)
 
 
-def _expert(tensors: Tensors) -> int:
+def _home(tensors: Tensors, model: ModelSizes, ranks: int) -> int:
+    """Which of `ranks` has this expert: each has a run of neighbours, as Megatron and SGLang spread them."""
+    return _number(tensors) * ranks // model.experts
+
+
+def _number(tensors: Tensors) -> int:
     return int(tensors[0][0].split(".experts.")[1].split(".")[0])
