@@ -156,4 +156,16 @@ def _fix_rng(module: Any) -> None:
     module._set_cuda_rng_state = _set_rng_state
 
 
-_FIXES: dict[str, Callable[[Any], None]] = {f"{_PREFIX}.tensor_parallel.random": _fix_rng}
+def _as_on_a_gpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron makes of a CUDA tensor here: the sizes of an all-to-all must not be a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _fix_dispatcher(module: Any) -> None:
+    module.maybe_move_tensor_to_cpu = _as_on_a_gpu
+
+
+_FIXES: dict[str, Callable[[Any], None]] = {
+    f"{_PREFIX}.tensor_parallel.random": _fix_rng,
+    f"{_PREFIX}.transformer.moe.token_dispatcher": _fix_dispatcher,
+}
