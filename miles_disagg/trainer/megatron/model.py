@@ -112,7 +112,7 @@ def build_model(hf: HfModelConfig, config: TransformerConfig, layout: Layout) ->
     """
     experts = hf.experts.count if hf.experts else None
     if experts and not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None, and does not define it
-        vars(moe_utils)["te_general_gemm"] = None
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - unknown to the type checker
     layer: Any = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=hf.qk_norm, normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
