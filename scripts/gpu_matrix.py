@@ -67,7 +67,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "p2p": (_MODE, "p2p"),
 }
 # Small enough to leave most bf16 weights where they are: denser patches are reloaded, whatever the activation.
-_LEARNING_RATE = {"disk-delta-in-place": "5e-5"}
+_LEARNING_RATE = {"disk-delta-in-place": "2e-5"}
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,8 @@ def judge(row: dict[str, Any], returncode: int, options: Options, lines: list[st
         return
     row["reward_rose"] = (row["reward_last"] or 0.0) > (row["reward_first"] or 0.0)
     row["status"] = "passed"
+    if row["mode"] == "disk-delta-in-place" and not sum(loader["in_place"] for loader in row["loader"] if loader):
+        row |= {"status": "failed", "reason": "every tensor was equal, but no version was activated in place"}
     if row["part"] == "run" and options.steps >= JUDGED_FROM and not row["reward_rose"]:
         row |= {"status": "failed", "reason": "every tensor was equal, but the reward did not rise"}
 

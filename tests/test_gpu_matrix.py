@@ -71,14 +71,16 @@ def test_a_pattern_that_matches_nothing_is_named_with_what_there_is(matrix):
 
 def test_a_difference_a_crash_and_a_reward_that_does_not_rise_are_failures(matrix, tmp_path):
     chosen = options(matrix, tmp_path)
-    good = {"part": "run", "status": "failed", "reason": None, "versions_compared": 31}
+    good = {"mode": "p2p", "part": "run", "status": "failed", "reason": None, "versions_compared": 31}
     rises = good | {"reward_first": 0.4, "reward_last": 0.6}
     cases = [
         (dict(rises), 0, "passed"),
         (rises | {"error": "AssertionError: 3 tensors differ"}, 1, "failed"),
         (dict(rises), 1, "failed"),
         (rises | {"reward_last": 0.3}, 0, "failed"),
-        ({"part": "run", "status": "failed", "reason": None}, 0, "failed"),
+        ({"mode": "p2p", "part": "run", "status": "failed", "reason": None}, 0, "failed"),
+        (rises | {"mode": "disk-delta-in-place", "loader": [None, {"in_place": 0, "reloads": 6}]}, 0, "failed"),
+        (rises | {"mode": "disk-delta-in-place", "loader": [None, {"in_place": 4, "reloads": 2}]}, 0, "passed"),
     ]
     for row, returncode, status in cases:
         matrix.judge(row, returncode, chosen, ["last line"])
