@@ -318,6 +318,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("build/matrix"), help="models, logs and results.json")
     parser.add_argument("flags", nargs="*", help="after --: further flags of the training runs")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended too
     host = host_of(args)
     time_model = args.time_model or ("8B" if host.cuda else None)
     options = Options(
