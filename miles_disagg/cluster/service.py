@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from miles_disagg.cluster.calls import ActorLost, call
 from miles_disagg.cluster.connect import cluster, reserve
 from miles_disagg.config.secrets import read_token
 from miles_disagg.config.service import ServiceConfig, check_service, parse_service
-from miles_disagg.domain.errors import ConfigError, MilesDisaggError
+from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, MilesDisaggError
 from miles_disagg.gateway.actor import GatewayActor
 from miles_disagg.gateway.app import GatewaySettings
 from miles_disagg.gateway.canary import canary_of
@@ -37,17 +37,35 @@ from miles_disagg.rollout.replica_actor import ServiceReplica
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _CALL_SECONDS = 30.0
+_STATUS_SECONDS = 10.0
+_MISSED = 3  # answers that an actor may owe in a row before it is taken for hung
 
 
 @dataclass(eq=False)
-class Member:
-    """A replica from its placement to its end. States: placing, starting, running, draining."""
+class Watched:
+    """An actor that is asked how it is, again and again: `missed` answers in a row, `look` under way."""
 
     name: str
-    state: str = "placing"
     actor: Any = None
+    missed: int = 0
+    look: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class Member(Watched):
+    """A replica from its placement to its end. States: placing, starting, running, draining."""
+
+    state: str = "placing"
     placement: PlacementGroup | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class Gateway(Watched):
+    """A gateway; its URL stays when its actor is replaced."""
+
+    number: int = 0
+    url: str = ""
 
 
 class RolloutService:
@@ -57,8 +75,7 @@ class RolloutService:
         self._config, self._namespace = config, namespace
         self._token = read_token(config.auth_token_file)
         self._tls = TlsFiles(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
-        self._gateways: list[Any] = []
-        self.urls: list[str] = []
+        self._gateways: list[Gateway] = []
         self.members: list[Member] = []
         self._numbers = 0
         policy = ScalePolicy(
@@ -71,22 +88,27 @@ class RolloutService:
         """Start the gateways and the first replicas; returns the gateways' URLs. Replicas come up by themselves."""
         for i in range(self._config.num_gateways):
             port = self._config.gateway_port + i if self._config.gateway_port else 0
-            actor, url = await self._start_gateway(i, port)
-            self._gateways.append(actor)
-            self.urls.append(url)
+            gateway = Gateway(f"gateway-{i}", number=i)
+            await self._start_gateway(gateway, port)
+            self._gateways.append(gateway)
         self._resize(self._scaler.number)
         return self.urls
 
-    async def _start_gateway(self, number: int, port: int) -> tuple[Any, str]:
+    @property
+    def urls(self) -> list[str]:
+        """The gateways' URLs."""
+        return [gateway.url for gateway in self._gateways]
+
+    async def _start_gateway(self, gateway: Gateway, port: int) -> None:
         config, gateway_class = self._config, GatewayActor
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        name = f"gateway-{number}"
         options = {"namespace": self._namespace, "num_cpus": 0, "scheduling_strategy": here}
         actor: Any = gateway_class.options(**options).remote()  # type: ignore[attr-defined]
         canary = canary_of(config.canary_ids, config.canary_interval)
         settings = GatewaySettings(wait=config.version_wait, request=config.request_timeout, canary=canary)
         start = actor.start.remote(config.gateway_host, port, config.run_id, settings, self._token, self._tls)
-        return actor, await call(start, f"{name}: start", 60.0)
+        gateway.url = await call(start, f"{gateway.name}: start", 60.0)
+        gateway.actor, gateway.missed = actor, 0
 
     # --- members --------------------------------------------------------------------------------
 
@@ -184,43 +206,67 @@ class RolloutService:
     # --- supervision ----------------------------------------------------------------------------
 
     async def supervise(self) -> None:
-        """Follow the load; replace what died. Until cancelled."""
+        """Follow the load; replace what died or hangs. Until cancelled."""
         headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
-                await asyncio.gather(*(self._look_after(m) for m in self.members if m.state == "running"))
-                for i in range(len(self._gateways)):
-                    await self._look_after_gateway(i)
+                for member in self.members:
+                    if member.state == "running":
+                        self._begin_look(member, self._look_after)
+                for gateway in self._gateways:
+                    self._begin_look(gateway, self._look_after_gateway)
                 load = await self._load(session)
                 if load is not None:
                     self._scaler.observe(time.monotonic(), load)
                 self._resize(self._scaler.number)
 
+    def _begin_look(self, watched: Watched, look: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Ask it how it is, unless its answer is still waited for: one that hangs holds up nobody else."""
+        if watched.look is not None:
+            if not watched.look.done():
+                return
+            watched.look.result()
+        watched.look = asyncio.create_task(look(watched), name=f"look after {watched.name}")
+
+    async def _answer(self, watched: Watched, reference: Any, what: str) -> Any:
+        """The actor's answer. ActorLost also once it owes too many in a row."""
+        try:
+            answer = await call(reference, f"{watched.name}: {what}", _STATUS_SECONDS)
+        except DeadlineExceeded as error:
+            watched.missed += 1
+            if watched.missed < _MISSED:
+                raise
+            raise ActorLost(watched.name, f"it owes {watched.missed} answers in a row: {error}") from None
+        watched.missed = 0
+        return answer
+
     async def _look_after(self, member: Member) -> None:
         try:
-            status = await call(member.actor.status.remote(), f"{member.name}: status", _CALL_SECONDS)
+            status = await self._answer(member, member.actor.status.remote(), "status")
         except ActorLost as error:
             log.warning("%s died and is replaced: %s", member.name, error)
             await self._bury(member)
         except MilesDisaggError as error:
             log.warning("%s: %s", member.name, error)
         else:
-            if status["failure"]:
+            if status["failure"] and member.state == "running":
                 log.warning("%s is given up: %s", member.name, status["failure"])
                 self._retire(member, "its engine cannot be kept running")
 
-    async def _look_after_gateway(self, i: int) -> None:
+    async def _look_after_gateway(self, gateway: Gateway) -> None:
         try:
-            await call(self._gateways[i].alive.remote(), f"gateway-{i}: alive", _CALL_SECONDS)
+            await self._answer(gateway, gateway.actor.alive.remote(), "alive")
         except ActorLost as error:
-            log.warning("gateway-%d died and is started again: %s", i, error)
-            port = int(self.urls[i].rpartition(":")[2])
-            with contextlib.suppress(MilesDisaggError, OSError):
-                self._gateways[i], self.urls[i] = await self._start_gateway(i, port)
+            log.warning("%s died and is started again: %s", gateway.name, error)
+            ray.kill(gateway.actor)  # one that hangs still listens
+            try:
+                await self._start_gateway(gateway, int(gateway.url.rpartition(":")[2]))
+            except (MilesDisaggError, OSError) as failed:
+                log.warning("%s could not be started again yet: %s", gateway.name, failed)
         except MilesDisaggError as error:
-            log.warning("gateway-%d: %s", i, error)
+            log.warning("%s: %s", gateway.name, error)
 
     async def _load(self, session: aiohttp.ClientSession) -> int | None:
         """Requests in flight that replicas could work on; None while no gateway says."""
@@ -239,11 +285,14 @@ class RolloutService:
             if member.state != "draining":
                 self._retire(member, "the service ends")
         tasks = [m.task for m in self.members if m.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        looks = [w.look for w in (*self.members, *self._gateways) if w.look is not None]
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*tasks, *looks, return_exceptions=True)
         for gateway in self._gateways:
             with contextlib.suppress(MilesDisaggError):
-                await call(gateway.stop.remote(), "gateway: stop", 10.0)
-            ray.kill(gateway)
+                await call(gateway.actor.stop.remote(), f"{gateway.name}: stop", 10.0)
+            ray.kill(gateway.actor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

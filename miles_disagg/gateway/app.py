@@ -30,13 +30,14 @@ from miles_disagg.domain.errors import (
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.gateway import status
 from miles_disagg.gateway.canary import Canary, CanarySettings
+from miles_disagg.gateway.heartbeat import check_replica_id
 from miles_disagg.gateway.holding import hold, release
-from miles_disagg.gateway.proxy import Attempt, Refused, ReplicaGone
-from miles_disagg.gateway.router import Member, Router, check_replica_id
+from miles_disagg.gateway.proxy import STREAM, Attempt, Refused, ReplicaGone, end_stream
+from miles_disagg.gateway.router import Member, Router
 from miles_disagg.gateway.status import Counts
 from miles_disagg.replica.app import blocked
 from miles_disagg.replica.exposition import CONTENT_TYPE, render
-from miles_disagg.replica.server import AnswerCount, HttpServer, guard, json_response
+from miles_disagg.replica.server import AnswerCount, HttpServer, guard, json_response, read_body
 from miles_disagg.replica.wire import CONTROL_ROUTES, ROLLOUT_ROUTES, error_body, parse_json, parse_rid
 
 log = logging.getLogger(__name__)
@@ -46,12 +47,13 @@ _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 @dataclass(frozen=True)
 class GatewaySettings:
     """Seconds, counts and bytes. wait: for a compatible replica, then 409; attempts: replicas tried when they fail;
-    request: whole answer; expiry: silence after which a replica leaves rotation; canary: a prompt that all must answer
-    alike (None: not asked)."""
+    request: whole answer; receive: for a request's body to arrive; expiry: silence after which a replica leaves
+    rotation; canary: a prompt that all must answer alike (None: not asked)."""
 
     wait: float = 10.0
     attempts: int = 4
     request: float = 3600.0
+    receive: float = 60.0
     connect: float = 5.0
     expiry: float = 5.0
     max_in_flight: int = 20_000
@@ -126,7 +128,7 @@ class GatewayApp:
     async def _route(self, request: web.Request) -> web.StreamResponse:
         if self._active > self.settings.max_in_flight:
             raise Overloaded(f"{self._active} requests in flight, limit {self.settings.max_in_flight}")
-        raw = await request.read()
+        raw = await read_body(request, self.settings.receive)
         body = parse_json(raw)
         constraint = Constraint.from_json(body.get("weight_version"))
         session_id = request.headers.get("x-session-id")
@@ -148,7 +150,10 @@ class GatewayApp:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded("an answer from a replica", self.settings.request) from None
+            late = DeadlineExceeded("an answer from a replica", self.settings.request)
+            if (begun := request.get(STREAM)) is not None:
+                return await end_stream(request, begun, late)
+            raise late from None
 
     async def _send(
         self,
@@ -197,9 +202,11 @@ class GatewayApp:
                     self._router.suspect(pick.member)
             self._totals["retries"] += 1
             attempts += refused.status != 409
-            excluded.add(pick.member)
-            if attempts >= self.settings.attempts:
+            stays = session_id is not None and refused.status in (409, 429)  # a session moves when its replica is gone
+            if attempts >= self.settings.attempts or (stays and not await self._wait_for_change(give_up)):
                 return refused.response()
+            if not stays:
+                excluded.add(pick.member)
 
     async def _wait_for_change(self, give_up: float) -> bool:
         """Wait for the fleet to change; false once the time is up."""
@@ -216,7 +223,7 @@ class GatewayApp:
     # --- replicas -----------------------------------------------------------------------------------
 
     async def _register(self, request: web.Request) -> web.Response:
-        member = self._router.heartbeat(parse_json(await request.read()))
+        member = self._router.heartbeat(parse_json(await read_body(request)))
         answer = {"gateway_id": self.gateway_id, "replica_id": member.replica_id, "expiry": self.settings.expiry}
         above = self._router.relays_above(member)
         return json_response(answer if above is None else {**answer, "relays": above})

@@ -13,14 +13,15 @@ from aiohttp import web
 
 from miles_disagg.domain.errors import EngineUnavailable
 from miles_disagg.domain.versions import Constraint
-from miles_disagg.gateway.router import Member, Router, check_replica_id
-from miles_disagg.replica.server import json_response, plain_error
+from miles_disagg.gateway.heartbeat import check_replica_id
+from miles_disagg.gateway.router import Member, Router
+from miles_disagg.replica.server import json_response, plain_error, read_body
 from miles_disagg.replica.wire import parse_hold, parse_json
 
 
 async def hold(request: web.Request, router: Router, session: aiohttp.ClientSession) -> web.Response:
     """`{"replica_id", "version", "seconds"}`, all optional: have that replica, or one that serves the version, stay."""
-    body = parse_json(await request.read())
+    body = parse_json(await read_body(request))
     version, seconds = parse_hold(body)
     given = body.get("replica_id")
     if given is not None:
@@ -36,7 +37,7 @@ async def hold(request: web.Request, router: Router, session: aiohttp.ClientSess
 
 async def release(request: web.Request, router: Router, session: aiohttp.ClientSession) -> web.Response:
     """`{"replica_id"}`: it follows the newest version again."""
-    body = parse_json(await request.read())
+    body = parse_json(await read_body(request))
     return await _forward(_member(router, body.get("replica_id")), "release", {}, session)
 
 

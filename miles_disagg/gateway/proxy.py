@@ -19,6 +19,8 @@ from miles_disagg.gateway.router import Member
 from miles_disagg.replica.wire import error_body
 
 RETRYABLE = (409, 410, 429, 503)  # another replica may answer
+STREAM = web.RequestKey("stream", web.StreamResponse)  # the answer, once it has begun to stream
+_LAST_WORD_SECONDS = 2.0
 
 
 class ReplicaGone(Exception):
@@ -75,6 +77,7 @@ class Attempt:
                 if kind.startswith("text/event-stream"):
                     answer = web.StreamResponse(status=upstream.status, headers={**headers, "Content-Type": kind})
                     await answer.prepare(request)
+                    request[STREAM] = answer
                     async for data in upstream.content.iter_any():
                         await _write(answer, data)
                     await answer.write_eof()
@@ -85,23 +88,34 @@ class Attempt:
             assert self._task is not None
             if not self._gone or self._task.uncancel() > 0:
                 raise  # the client left
-            return await self._broke(answer, f"{member.reason}, left rotation")
+            return await self._broke(request, answer, f"{member.reason}, left rotation")
         except ClientLeft:
             raise
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            return await self._broke(answer, f"{type(error).__name__}: {error}")
+            return await self._broke(request, answer, f"{type(error).__name__}: {error}")
         finally:
             member.outstanding.discard(self)
 
-    async def _broke(self, answer: web.StreamResponse | None, why: str) -> web.StreamResponse:
+    async def _broke(self, request: web.Request, answer: web.StreamResponse | None, why: str) -> web.StreamResponse:
         """Before anything was sent the request can go elsewhere; a stream under way ends with an error event."""
         message = f"replica {self._member.replica_id} broke off ({why})"
         if answer is None:
             raise ReplicaGone(message)
-        event = json.dumps(error_body(EngineUnavailable(message))).encode()
-        await _write(answer, b"data: " + event + b"\n\ndata: [DONE]\n\n")
-        await answer.write_eof()
-        return answer
+        return await end_stream(request, answer, EngineUnavailable(message))
+
+
+async def end_stream(request: web.Request, answer: web.StreamResponse, error: Exception) -> web.StreamResponse:
+    """End a stream under way with an error event. A client that does not take it in time is cut off: ClientLeft."""
+    event = json.dumps(error_body(error)).encode()
+    try:
+        async with asyncio.timeout(_LAST_WORD_SECONDS):
+            await _write(answer, b"data: " + event + b"\n\ndata: [DONE]\n\n")
+            await answer.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # closing would wait until it has read what is buffered
+        raise ClientLeft("it does not read what it is sent") from None
+    return answer
 
 
 async def _write(answer: web.StreamResponse, data: bytes) -> None:

@@ -6,31 +6,25 @@ Pure: no I/O, injected clock. The HTTP proxy around it is `app`; the replica che
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import random
-import re
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from miles_disagg.domain.errors import (
-    EngineUnavailable,
-    InvalidRequest,
-    InvalidVersionRef,
-    WeightVersionGone,
-    WeightVersionNotReady,
-)
-from miles_disagg.domain.versions import Constraint, VersionRef, check_run_id, version_directory
+from miles_disagg.domain.errors import EngineUnavailable, WeightVersionGone, WeightVersionNotReady
+from miles_disagg.domain.versions import Constraint, VersionRef, version_directory
+from miles_disagg.gateway.heartbeat import Fingerprint, Heartbeat, parse_heartbeat
 from miles_disagg.gateway.observed import Observed
-from miles_disagg.gateway.relays import RelayPoint, RelayTree
+from miles_disagg.gateway.relays import RelayTree
+from miles_disagg.gateway.ring import Ring, weight
+from miles_disagg.gateway.votes import Votes
 
-_REPLICA_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-_URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]{1,255}/?")
 _FEW = 8  # requests on a replica that are no reason to send a rid elsewhere
 _SAMPLE = 16  # members looked at before all of them are, in a large fleet
+_NEIGHBOURS = 64  # members gone through for `_SAMPLE` that fit, near a rid's place
 
 
 class Outstanding(Protocol):
@@ -60,7 +54,7 @@ class Member:
     suspect_until: float = 0.0
     outstanding: set[Outstanding] = field(default_factory=set)
     others: int = 0  # requests there that are not ours, at the last heartbeat
-    fingerprint: tuple[str, str, str] | None = None  # version, digest as published, digest as served
+    fingerprint: Fingerprint | None = None
     says_ready: bool = False
     held: str | None = None
     canary: tuple[str, int, str] | None = None  # run, version and reason for which its canary answer was refused
@@ -109,67 +103,58 @@ class Router:
         self._runs: list[str] = []  # in order of first sight as somebody's latest
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()
-        self._relays = RelayTree()
+        self._relays, self._ring, self._votes = RelayTree(), Ring(), Votes()
         self.observed = Observed()
 
     # --- membership ---------------------------------------------------------------------------------
 
     def heartbeat(self, message: Mapping[str, Any]) -> Member:
         """A replica says who and how it is. InvalidRequest names a field that is wrong."""
-        replica_id, url = check_replica_id(message.get("replica_id")), message.get("url")
-        if not isinstance(url, str) or not _URL.fullmatch(url):
-            raise InvalidRequest("url: must be http(s)://host[:port]")
-        url = url.rstrip("/")
-        for name, kind in (("state", str), ("reason", str), ("ready", bool), ("phase_timings", dict)):
-            if not isinstance(message.get(name, kind()), kind):
-                raise InvalidRequest(f"{name}: must be a {kind.__name__}")
-        applied, run_id, latest = _version(message, "applied"), message.get("run_id"), message.get("latest")
-        try:
-            run_id = None if run_id is None else check_run_id(run_id)
-            latest = None if latest is None else VersionRef.parse(latest)
-        except InvalidVersionRef as error:
-            raise InvalidRequest(f"run_id, latest: {error}") from None
-        limit = _version(message, "max_in_flight")
-        limit = 1024 if limit is None else limit
-        if limit < 1:
-            raise InvalidRequest("max_in_flight: must be at least 1")
-        member = self._members.get(replica_id)
-        if member is not None and member.url != url:  # restarted elsewhere under its name
-            self._remove(member, f"replica {replica_id} moved to {url}")
+        beat = parse_heartbeat(message)
+        member = self._members.get(beat.replica_id)
+        if member is not None and member.url != beat.url:  # restarted elsewhere under its name
+            self._remove(member, f"replica {beat.replica_id} moved to {beat.url}")
             member = None
         if member is None:
-            member = self._members[replica_id] = Member(replica_id, url)
+            member = self._members[beat.replica_id] = Member(beat.replica_id, beat.url)
             self._list.append(member)
+            self._ring.add(beat.replica_id)
         before, served = (member.run_id, member.applied, member.ready, member.latest), member.serves
-        member.run_id, member.applied, member.latest = run_id, applied, latest
-        member.state, member.says_ready = message.get("state", "booting"), message.get("ready", False)
-        member.reason = message.get("reason", "")
-        fingerprint = _fingerprint(message)
-        if fingerprint != member.fingerprint:
-            member.fingerprint = fingerprint
-            for other in self._list:  # who was seen to serve what may change for all at this version
-                if other is not member and other.fingerprint and fingerprint and other.fingerprint[0] == fingerprint[0]:
-                    self._judge(other)
+        member.run_id, member.applied, member.latest = beat.run_id, beat.applied, beat.latest
+        member.state, member.says_ready, member.reason = beat.state, beat.ready, beat.reason
+        self._vote(member, beat.fingerprint)
         self._judge(member)
-        self._relays.put(replica_id, _relay_point(message, replica_id, url))
-        member.active = _version(message, "active_requests") or 0
-        member.max_in_flight = limit
-        self.observed.heard(latest, self._clock())
-        if member.serves is not None:
-            self.observed.activated(served, member.serves, message.get("phase_timings", {}), self._clock())
-        member.held = _text(message, "held")
-        member.phase_timings = message.get("phase_timings", {})
+        self._relays.put(beat.replica_id, beat.relay)
+        member.active, member.max_in_flight = beat.active, beat.max_in_flight
+        self._observe(beat, served, member.serves)
+        member.held, member.phase_timings = beat.held, beat.phase_timings
         member.others = max(0, member.active - len(member.outstanding))
         member.heard = self._clock()
         if member.ready:
             member.suspect_until = 0.0
-        if before != (run_id, applied, member.ready, latest):
-            for run in (run_id, None if latest is None else latest.run_id):
+        if before != (member.run_id, member.applied, member.ready, member.latest):
+            for run in (member.run_id, None if member.latest is None else member.latest.run_id):
                 if run is not None and run not in self._runs:
                     self._runs.append(run)
             self._forget_runs()
             self._notify()
         return member
+
+    def _observe(self, beat: Heartbeat, before: VersionRef | None, serves: VersionRef | None) -> None:
+        now = self._clock()
+        self.observed.heard(beat.latest, now)
+        if serves is not None:
+            self.observed.activated(before, serves, beat.phase_timings, now)
+
+    def _vote(self, member: Member, fingerprint: Fingerprint | None) -> None:
+        """What a member's look at its weights found: others may be judged otherwise by it."""
+        if fingerprint == member.fingerprint:
+            return
+        moved = self._votes.change(member.fingerprint, fingerprint)
+        member.fingerprint = fingerprint
+        for other in self._list if moved else ():
+            if other is not member and other.fingerprint is not None and other.fingerprint.version in moved:
+                self._judge(other)
 
     def _judge(self, member: Member) -> None:
         """A member is ready if it says so and its live weights, where they were looked at, are the published ones.
@@ -181,12 +166,10 @@ class Router:
             member.ready, member.reason = False, member.canary[2]
         if found is None:
             return
-        version, _, live = found
-        votes = Counter(m.fingerprint[1] for m in self._list if m.fingerprint and m.fingerprint[0] == version)
-        published = votes.most_common(1)[0][0]
-        if live != published and version == f"{member.run_id}/{version_directory(member.applied or 0)}":
+        published = self._votes.published(found.version) or found.published
+        if found.live != published and found.version == f"{member.run_id}/{version_directory(member.applied or 0)}":
             member.ready = False
-            member.reason = f"fingerprint {live[:12]} of its live weights is not the published {published[:12]}"
+            member.reason = f"fingerprint {found.live[:12]} of its live weights is not the published {published[:12]}"
 
     def set_canary(self, member: Member, refused: tuple[str, int, str] | None) -> None:
         """A member's answer to the canary prompt was refused (run, version, reason), or not (None)."""
@@ -223,6 +206,8 @@ class Router:
         self._relays.put(member.replica_id, None)
         del self._members[member.replica_id]
         self._list.remove(member)
+        self._ring.remove(member.replica_id)
+        self._vote(member, None)
         self._forget_runs()
         if interrupt:
             for waiting in list(member.outstanding):
@@ -279,8 +264,8 @@ class Router:
         rid: str | None = None,
         run_id: str | None = None,
     ) -> Pick:
-        """A compatible replica: the session's own, else (small fleets) one chosen by `rid` among those that are not
-        busier than average, so that a rid sent again finds the replica that remembers it, else the least loaded.
+        """A compatible replica: the session's own, else one chosen by `rid` among those that are not busier than
+        average, so that a rid sent again finds the replica that remembers it, else the least loaded.
         run_id: the run that the versions are meant of (None: whichever is served).
 
         Raises WeightVersionNotReady (none is compatible yet), WeightVersionGone (an exact version that nobody can
@@ -303,16 +288,18 @@ class Router:
 
     def _by_rid(self, rid: str, constraint: Constraint, exclude: Collection[Member]) -> Member | None:
         """Rendezvous hashing with bounded loads (Mirrokni et al., 2018): beyond a few requests, nobody gets more than
-        1.25 of its share."""
-        if len(self._list) > 2 * _SAMPLE:
-            return None
-        now = self._clock()
-        fits = [
-            m for m in self._list if m not in exclude and m.suspect_until <= now and self._compatible(m, constraint)
-        ]
+        1.25 of its share. In a large fleet only among the first that fit near the rid's place on a circle of all."""
+        now, large = self._clock(), len(self._list) > 2 * _SAMPLE
+        near = (self._members[name] for name in self._ring.after(rid, _NEIGHBOURS)) if large else self._list
+        fits: list[Member] = []
+        for m in near:
+            if m.suspect_until <= now and m not in exclude and self._compatible(m, constraint):
+                fits.append(m)
+                if large and len(fits) == _SAMPLE:
+                    break
         share = 1.25 * (1 + sum(m.taken for m in fits)) / max(1, sum(m.max_in_flight for m in fits))
         calm = [m for m in fits if m.taken < max(_FEW, math.ceil(share * m.max_in_flight))]
-        return max(calm, key=lambda m: _weight(rid, m.replica_id), default=None)
+        return max(calm, key=lambda m: weight(rid, m.replica_id), default=None)
 
     def _least_loaded(self, constraint: Constraint, exclude: Collection[Member]) -> Member | None:
         pool = self._list
@@ -349,7 +336,7 @@ class Router:
         if not candidates:
             raise self._refusal(constraint)
         now = self._clock()
-        member = max(candidates, key=lambda m: (m.suspect_until <= now, _weight(session_id, m.replica_id)))
+        member = max(candidates, key=lambda m: (m.suspect_until <= now, weight(session_id, m.replica_id)))
         self._sessions[session_id] = member.replica_id
         self._sessions.move_to_end(session_id)
         while len(self._sessions) > self._max_sessions:
@@ -373,53 +360,3 @@ class Router:
         latest = self.latest
         number = None if latest is None else latest.version
         return WeightVersionNotReady(str(constraint), max(served, default=None), number)
-
-
-def check_replica_id(value: Any) -> str:
-    """Return a legal replica id or raise InvalidRequest."""
-    if not isinstance(value, str) or not _REPLICA_ID.fullmatch(value):
-        raise InvalidRequest("replica_id: must be 1 to 200 of letters, digits, '.', '_', ':', '-'")
-    return value
-
-
-def _version(message: Mapping[str, Any], name: str) -> int | None:
-    value = message.get(name)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if value is not None and (type(value) is not int or value < 0):
-        raise InvalidRequest(f"{name}: must be a non-negative integer or null")
-    return value
-
-
-def _text(message: Mapping[str, Any], name: str) -> str | None:
-    value = message.get(name)
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{name}: must be a string or null")
-    return value
-
-
-def _fingerprint(message: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    value = message.get("fingerprint")
-    if value is None:
-        return None
-    fields = value if isinstance(value, dict) else {}
-    version, published, live = (fields.get(name) for name in ("version", "published", "live"))
-    if not (isinstance(version, str) and isinstance(published, str) and isinstance(live, str)):
-        raise InvalidRequest("fingerprint: must be null or an object with the texts version, published and live")
-    return version, published, live
-
-
-def _relay_point(message: Mapping[str, Any], replica_id: str, url: str) -> RelayPoint | None:
-    value = message.get("relay")
-    if value is None:
-        return None
-    fields = value if isinstance(value, dict) else {}
-    zone, host = fields.get("zone"), fields.get("host")
-    if not (isinstance(zone, str) and isinstance(host, str) and max(len(zone), len(host)) <= 200):
-        raise InvalidRequest("relay: must be null or an object with the texts zone and host")
-    return RelayPoint(zone, host, replica_id, url)
-
-
-def _weight(session_id: str, replica_id: str) -> bytes:
-    """Rendezvous hash: gateways that know the same replicas choose the same one, without talking."""
-    return hashlib.blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()

@@ -78,7 +78,7 @@ def _member(m: Member, now: float) -> dict[str, Any]:
         "outstanding": len(m.outstanding),
         "heard_seconds_ago": round(now - m.heard, 3),
         "phase_timings": m.phase_timings,
-        "fingerprint": None if m.fingerprint is None else m.fingerprint[2],
+        "fingerprint": None if m.fingerprint is None else m.fingerprint.live,
     }
 
 

@@ -23,7 +23,7 @@ from miles_disagg.replica.registration import Registration
 from miles_disagg.replica.relay import PeerFailed
 from miles_disagg.replica.relay_links import RelayedStore
 from miles_disagg.replica.replica import Replica
-from miles_disagg.replica.server import AnswerCount, HttpServer, guard, json_response, plain_error
+from miles_disagg.replica.server import AnswerCount, HttpServer, guard, json_response, plain_error, read_body
 from miles_disagg.replica.wire import (
     CONTROL_ROUTES,
     ROLLOUT_ROUTES,
@@ -72,7 +72,7 @@ class ReplicaApp:
         return await self._answers.answer(request, self._serve)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        body = parse_json(await request.read())
+        body = parse_json(await read_body(request))
         requests, is_list = parse_requests(request.path, body)
         sessions = self._replica.sessions
         if body.get("stream"):
@@ -137,7 +137,7 @@ class ReplicaApp:
         """Stay at a version for a while: `{"version", "seconds"}`, both optional."""
         if self._reconciler is None:
             raise InvalidRequest("hold: this replica does not follow a store")
-        version, seconds = parse_hold(parse_json(await request.read()))
+        version, seconds = parse_hold(parse_json(await read_body(request)))
         ref = self._reconciler.hold(version, seconds)
         return json_response({"replica_id": self._replica.replica_id, "held": str(ref), "seconds": seconds})
 

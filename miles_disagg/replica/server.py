@@ -5,6 +5,7 @@ No routes here. Errors and statuses are `wire`'s.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -21,6 +22,7 @@ from miles_disagg.replica.wire import error_body, error_status, retry_after
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BODY_SECONDS = 60.0
 OPEN_ROUTES = ("/health", "/")  # answered without a token: load balancers probe, and the live page asks for it
 
 
@@ -28,6 +30,16 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     """A JSON answer, encoded compactly."""
     body = json.dumps(value, separators=(",", ":")).encode()
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+async def read_body(request: web.Request, seconds: float = BODY_SECONDS) -> bytes:
+    """The request's body. HTTPRequestTimeout if it does not arrive in `seconds`, HTTPRequestEntityTooLarge above the
+    application's limit."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the request's body did not arrive in {seconds:g} s") from None
 
 
 def error_response(error: Exception) -> web.Response:
@@ -89,6 +101,8 @@ def guard(token: str | None) -> Any:
         except web.HTTPRequestEntityTooLarge as error:
             limit = request.client_max_size
             return plain_error(413, InvalidRequest.type, f"the request body is larger than {limit} bytes: {error.text}")
+        except web.HTTPRequestTimeout as error:
+            return plain_error(408, InvalidRequest.type, error.text or "the request did not arrive in time")
         except web.HTTPNotFound:
             return plain_error(404, "NotFound", f"no route {request.path}")
         except web.HTTPMethodNotAllowed as error:

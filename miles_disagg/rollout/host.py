@@ -73,9 +73,9 @@ class HostSpec:
     """What one engine host runs.
 
     command: how to start the engine's process (None: `engine_url` is an attached engine's, which must fit `wanted`
-    if that is given). base: version of the
-    checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
-    URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
+    if that is given). base: version of the checkpoint that the process is started from (None: of no run; it serves once
+    it was given a version). gateways: URLs that the replica registers with. checkpoint: the run's base on this host,
+    needed for in-place activation. hang_limit: silence after which a process is killed and started again.
     verify_interval: between looks at the live weights (None: never). follow: False for an engine that only evaluates:
     it serves the version that `pin` named last, not the newest. zone: where this host is, for relays. peer: how
     weights come peer to peer (None: they do not). Times in seconds.
@@ -97,6 +97,7 @@ class HostSpec:
     limits: ActivationLimits = field(default_factory=ActivationLimits)
     watch_interval: float = 0.5
     restart_limit: int = 5
+    hang_limit: float = 60.0
     verify_interval: float | None = None
     follow: bool = True
     zone: str = ""
@@ -241,11 +242,20 @@ class EngineHost:
         return self._process.url
 
     async def _watch_process(self) -> None:
-        """Restart a dead engine process; the reconciler (or the trainer, under broadcast) brings it up to date."""
-        replica = self._running()
+        """Restart an engine process that died or hangs; the reconciler (or the trainer, under broadcast) brings it up
+        to date."""
+        replica, answered = self._running(), time.monotonic()
         while True:
             await asyncio.sleep(self.spec.watch_interval)
-            if self._process is None or self._process.exit_code is None:
+            if self._reconciler is None or not self._reconciler.engine_lost:
+                answered = time.monotonic()
+            if self._process is None:
+                continue
+            if self._process.exit_code is None:
+                if time.monotonic() - answered > self.spec.hang_limit:
+                    log.warning("%s: the engine did not answer for %g s", self.spec.replica_id, self.spec.hang_limit)
+                    self._process.kill()
+                    answered = time.monotonic()
                 continue
             self.process_up = False
             reason = f"the engine process ended with status {self._process.exit_code}"
@@ -265,6 +275,7 @@ class EngineHost:
                     await replica.attach(self.spec.run_id)
                 except MilesDisaggError as error:
                     log.warning("%s: restart failed: %s", self.spec.replica_id, error)
+            answered = time.monotonic()
 
     async def pin(self, version: int, seconds: float) -> None:
         """Serve exactly `version`, once it is published, until the next call. WeightVersionGone if the engine is past

@@ -355,3 +355,34 @@ async def test_a_restarted_gateway_learns_its_replicas_from_their_heartbeats(fle
         assert (await fleet.post())[0] == 200
     finally:
         await fleet.gateway.stop()
+
+
+async def test_a_batch_in_flight_over_an_activation_says_for_each_of_its_members_who_wrote_what(fleet: Fleet) -> None:
+    replica = await fleet.add()
+    work = asyncio.create_task(fleet.post(n=60, input_ids=[[1], [2], [3]]))
+    await fleet.until(lambda: sum(f.tokens > 5 for f in replica.gate.flights()) == 3)
+    await replica.activate(checkpoint(1))
+    boundaries = sorted(f.tokens for f in replica.gate.flights())
+    spans = [answer["meta_info"]["weight_version_spans"] for answer in (await work)[1]]
+    assert all(len(span) == 2 and [version for _, version in span] == [0, 1] for span in spans)
+    assert sorted(span[1][0] for span in spans) == boundaries
+
+
+@pytest.mark.parametrize("busy", ["overloaded", "activating"])
+async def test_a_session_waits_for_its_replica_when_that_is_only_busy(fleet: Fleet, busy: str) -> None:
+    for _ in range(2):
+        await fleet.add(max_in_flight=1)
+    headers = {"x-session-id": "conversation"}
+    home = (await fleet.post(headers=headers))[2]["x-replica-id"]
+    i = int(home[-1])
+    wanted = {}
+    if busy == "overloaded":
+        fleet.replicas[i].gate.max_in_flight = 0
+        asyncio.get_running_loop().call_later(0.2, setattr, fleet.replicas[i].gate, "max_in_flight", 1)
+    else:  # the gateway has not heard yet that it is on its way: the replica itself says 409
+        wanted = {"weight_version": exact(0)}
+        fleet.replicas[i].gate.begin_drain(ref(1))
+        asyncio.get_running_loop().call_later(0.2, fleet.replicas[i].gate.cancel_drain)
+    status, _, answered = await fleet.post(headers=headers, **wanted)
+    assert (status, answered["x-replica-id"]) == (200, home)
+    assert "x-session-rebound" not in answered

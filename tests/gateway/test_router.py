@@ -91,6 +91,20 @@ def test_what_was_published_is_what_most_replicas_found_in_the_store() -> None:
     assert {m.replica_id for m in router.members if m.ready} == {"b", "c"}
 
 
+def test_a_majority_that_leaves_takes_its_word_along() -> None:
+    router, _ = make()
+    odd = beat(router, "odd", 3, fingerprint=seen(3, "x", "x"))
+    for name in "bc":
+        beat(router, name, 3, fingerprint=seen(3, "p", "p"))
+    assert not odd.ready
+    router.goodbye("b")
+    beat(router, "c", 4, fingerprint=seen(4, "q", "q"))
+    assert odd.ready
+    for i in range(2000):  # asked of everybody at every heartbeat, this would take minutes
+        beat(router, f"r{i}", 5, fingerprint=seen(5, "p", "p"))
+    assert not beat(router, "odd", 5, fingerprint=seen(5, "p", "x")).ready
+
+
 def test_requests_go_only_to_replicas_that_satisfy_the_constraint() -> None:
     router, _ = make()
     for version in (3, 4, 5):
@@ -202,6 +216,25 @@ def test_a_rid_finds_its_replica_again_from_any_gateway_and_load_stays_even() ->
     taken = [m.taken for m in routers[0].members]
     assert sum(taken) == 300
     assert max(taken) <= 1.25 * 101 + 1
+
+
+def test_in_a_large_fleet_too_a_rid_finds_its_replica_again_while_others_come_and_go() -> None:
+    one, other = make()[0], make()[0]
+    for i in range(500):
+        beat(one, f"r{i}", i % 2)
+        beat(other, f"r{499 - i}", (499 - i) % 2)
+    wanted = Constraint(min_version=1)
+    first = {f"q{i}": one.pick(wanted, rid=f"q{i}").member.replica_id for i in range(300)}
+    assert {rid: other.pick(wanted, rid=rid).member.replica_id for rid in first} == first
+    assert len(set(first.values())) > 100, "they are spread"
+    for i in range(0, 500, 50):  # a tenth of them is replaced
+        other.goodbye(f"r{i}")
+        beat(other, f"new{i}", 1)
+    again = {rid: other.pick(wanted, rid=rid).member.replica_id for rid in first}
+    assert sum(again[rid] == first[rid] for rid in first) > 270
+    for rid in range(4000):
+        one.pick(wanted, rid=f"l{rid}").member.outstanding.add(Waiting())
+    assert max(m.taken for m in one.members) <= 2 * 4000 / 250
 
 
 def test_replicas_of_another_run_are_out_of_rotation() -> None:

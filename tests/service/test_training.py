@@ -17,9 +17,12 @@ import pytest
 from miles_disagg.config.model import quickstart_directory
 from miles_disagg.prompts.quickstart import make_quickstart
 from tests.fakes.service import ROOT, Service
+from tests.fakes.tcp_proxy import tcp_proxy
+from tests.service.test_limits_and_faults import cut_now_and_then
 from tests.store.conftest import BUCKET, CREDENTIALS, weed_endpoint  # noqa: F401 - a fixture
 
 STEPS = 8
+FAULTS = [None, "cut", None, "truncate", None, "delay", None, "refuse"]  # of connections to the service, in turn
 
 
 class Training:
@@ -78,7 +81,7 @@ def small(checkpoint: Path) -> list[str]:
 @pytest.mark.parametrize(
     "kind", [pytest.param("directory", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.s3)]
 )
-async def test_training_goes_on_while_replicas_are_killed_and_added(
+async def test_training_goes_on_while_replicas_are_killed_and_added_and_the_network_is_cut(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path
 ) -> None:
     store, env = str(tmp_path / "store"), {}
@@ -91,16 +94,20 @@ async def test_training_goes_on_while_replicas_are_killed_and_added(
     async with Service(tmp_path / "service", store, checkpoint, gateway_flags=secured, env=env) as service:
         service.client.headers["Authorization"] = "Bearer a-token-of-the-service"
         await asyncio.gather(service.add("a", *secured), service.add("b", *secured))
-        run = tmp_path / "run"
         auth = ("--rollout-auth-token-file", str(token))
-        training = Training(run, service.url, store, *small(checkpoint), *auth, env=env)
-        try:
-            await training.steps(2)
-            service.kill("a")
-            await service.add("c", *secured)
-            summary = await training.end()
-        finally:
-            training.stop()
+        async with tcp_proxy(service.port) as network:
+            network.fault = lambda n: FAULTS[n % len(FAULTS)]
+            training = Training(tmp_path / "run", network.url, store, *small(checkpoint), *auth, env=env)
+            cutting = asyncio.create_task(cut_now_and_then(network.cut_all))
+            try:
+                await training.steps(2)
+                service.kill("a")
+                await service.add("c", *secured)
+                summary = await training.end()
+            finally:
+                training.stop()
+                cutting.cancel()
+            assert network.connections > len(FAULTS)
         assert sorted(await service.fleet()) == ["b", "c"]
     ledger = summary["ledger"]
     assert (summary["status"], summary["steps"], summary["final_version"]) == ("completed", STEPS, STEPS)
