@@ -276,6 +276,8 @@ class EngineHost:
                 except MilesDisaggError as error:
                     log.warning("%s: restart failed: %s", self.spec.replica_id, error)
             answered = time.monotonic()
+            if self._reconciler is not None:
+                self._reconciler.wake()  # it may be waiting between two attempts
 
     async def pin(self, version: int, seconds: float) -> None:
         """Serve exactly `version`, once it is published, until the next call. WeightVersionGone if the engine is past

@@ -35,7 +35,7 @@ async def test_an_engine_that_hangs_for_good_is_killed_and_started_again_at_the_
     store = VersionStore(open_store(str(tmp_path / "store")))
     command = EngineCommand("embedded", str(base), "cpu", tmp_path / "engine.log")
     host = EngineHost(
-        HostSpec("r", None, command, hang_limit=2.0),
+        HostSpec("r", None, command, hang_limit=4.0),
         source=PollingSource(store),
         stager=lambda: DiskStager(store, tmp_path / "host", base, reader="r"),
         sink=None,
