@@ -70,11 +70,26 @@ def begin(run_dir: Path, step: int) -> Path:
     return partial
 
 
-def finish(run_dir: Path, state: RunState, keep: int | None = None) -> Path:
-    """Describe what was written into `begin`'s directory, make it durable, rename it; then drop all but `keep`."""
+def finish(
+    run_dir: Path,
+    state: RunState,
+    keep: int | None = None,
+    written: Mapping[str, tuple[int, str]] | None = None,
+) -> Path:
+    """Verify and describe what was written into `begin`'s directory, make it durable, rename it; drop all but `keep`.
+
+    written: size and digest of files as their writers know them. CheckpointError names a file that reads otherwise.
+    """
     target = place(run_dir, state.step)
     partial = _partial(target)
     files = {name: _describe(partial / name) for name in _files(partial)}
+    for name, facts in (written or {}).items():
+        if name not in files:
+            why = "is not here: trainer ranks on several hosts need a RUN_DIR that all of them and the driver see"
+            raise CheckpointError(f"a file that a trainer rank wrote {why}", file=str(partial / name))
+        if files[name] != tuple(facts):
+            message = f"reads back as {files[name]} (bytes, xxh3-128), written was {tuple(facts)}: check the disk"
+            raise CheckpointError(message, file=str(partial / name))
     body = {"format": FORMAT, **asdict(state), "files": files}
     write_durably(partial / STATE, [json.dumps(body).encode()])
     os.rename(partial, target)

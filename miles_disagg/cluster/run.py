@@ -24,6 +24,7 @@ from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import Publications
 from miles_disagg.cluster.resume import Continuation
+from miles_disagg.cluster.saving import CheckpointSaver
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.config.imports import import_function
 from miles_disagg.config.run import RunConfig
@@ -74,7 +75,12 @@ class Run:
         )  # fmt: skip
         logger = config.plugins.custom_rollout_log_function_path
         self._log_step = import_function(logger, "--custom-rollout-log-function-path") if logger else None
-        self._saving: asyncio.Task[Path] | None = None
+        self._saver = CheckpointSaver(
+            run_dir, trainer, timeline,
+            keep=config.output.save_total_limit,
+            behind=config.output.async_save,
+            timeout=config.timeouts.save_timeout,
+        )  # fmt: skip
         self._saved_step = self.steps_done
         self._cancel: Callable[[], object] | None = None
         self._training = self._waiting = False
@@ -134,9 +140,13 @@ class Run:
 
     async def save_before_leaving(self) -> None:
         """Save what was done since the last checkpoint, if anything."""
-        if self._saved_step < self.steps_done:
-            await self.save_checkpoint(self.steps_done - 1)
-        await self._saved()
+        try:
+            if self._saved_step < self.steps_done:
+                await self.save_checkpoint(self.steps_done - 1)
+            await self._saver.settle()
+        except asyncio.CancelledError:  # asked twice
+            self._saver.give_up()
+            raise
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -148,6 +158,7 @@ class Run:
 
     async def next_batch(self, step: int) -> Batch:
         """The groups of this step, none staler than --max-weight-staleness at the trainer's version."""
+        self._saver.raise_failure()
         wait = self.config.timeouts.rollout_wait_timeout
         self._waiting = True  # nothing of this step is done yet: a good place to leave
         try:
@@ -188,7 +199,7 @@ class Run:
     async def settle(self) -> None:
         """Wait until the newest version is served and the last checkpoint is complete."""
         await self.publications.settle()
-        await self._saved()
+        await self._saver.settle()
 
     # --- evaluation, checkpoints ----------------------------------------------------------------
 
@@ -240,27 +251,17 @@ class Run:
     async def save_checkpoint(self, step: int) -> None:
         """Write the run's state after `step` to RUN_DIR/checkpoints/step_NNNNNN.
 
-        The trainer waits while its ranks write; digests, the description and the rename are behind the next step.
+        The trainer waits while its state is copied out; all the rest is behind the next steps.
         """
-        await self._saved()
-        begun, done = time.monotonic(), step + 1
-        partial = await asyncio.to_thread(checkpoints.begin, self._run_dir, done)
-        with self.timeline.span("save_checkpoint", self.version):
-            await self.trainer.save(str(partial / checkpoints.TRAINER))
-            books = await self._ask_producer("state", "hand over its books", timeout=300.0)
-        state = checkpoints.RunState(
-            self.config.run_id, done, self.version, self._identity, tuple(self.accuracies), books
-        )
-        keep = self.config.output.save_total_limit
-        self._saving = asyncio.create_task(asyncio.to_thread(checkpoints.finish, self._run_dir, state, keep))
-        self._saved_step = done
-        self._pending["perf/save_checkpoint_seconds"] = time.monotonic() - begun
+        done = step + 1
 
-    async def _saved(self) -> None:
-        """Wait until the last checkpoint is complete; raises what went wrong."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            await saving
+        async def describe() -> checkpoints.RunState:
+            books = await self._ask_producer("state", "hand over its books", timeout=300.0)
+            seen = tuple(self.accuracies)
+            return checkpoints.RunState(self.config.run_id, done, self.version, self._identity, seen, books)
+
+        self._pending.update(await self._saver.save(done, describe))
+        self._saved_step = done
 
     # --- reporting ------------------------------------------------------------------------------
 
@@ -292,14 +293,14 @@ class Run:
             self._events.write(await self.evaluators.events())
 
     def _take_pending(self) -> dict[str, float]:
-        out, self._pending = {**self._pending, **self.publications.take_metrics()}, {}
+        finished = {**self.publications.take_metrics(), **self._saver.take_metrics()}
+        out, self._pending = {**self._pending, **finished}, {}
         return out
 
     async def close_books(self) -> None:
         """End generation if it still goes on, and fetch the ledger's totals."""
         await self._evaluations.cancel()
-        with contextlib.suppress(Exception):
-            await self._saved()
+        await self._saver.settle_anyway(self._console.say)
         with contextlib.suppress(Exception):
             await self.stop_generation()
         self.ledger = await self._ask_producer("ledger", "hand over the ledger")

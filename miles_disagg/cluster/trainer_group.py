@@ -156,9 +156,15 @@ class TrainerGroup:
         rows = await self._each("digests", self.update_timeout, "digest its weights")
         return {name: digest for row in rows for name, digest in row.items()}
 
-    async def save(self, directory: str) -> None:
-        """Save a training checkpoint (all ranks)."""
-        await self._each("save", self.step_timeout, f"save {directory}", directory)
+    async def begin_save(self, directory: str) -> None:
+        """Copy out a training checkpoint on all ranks: the only part of it that stalls them."""
+        await self._each("begin_save", self.step_timeout, f"copy out {directory}", directory)
+
+    async def write_save(self, directory: str, timeout: float) -> dict[str, tuple[int, str]]:
+        """Write what was copied out, behind the steps; size and xxh3-128 of every tensor file as it was written."""
+        ranks = await self._each("write_save", timeout, f"write its part of {directory}")
+        await call(self.ranks[0].finish_save.remote(ranks), f"trainer rank 0: finish {directory}", timeout)
+        return {name: facts for rank in ranks for name, facts in rank.files.items()}
 
     async def load(self, directory: str) -> None:
         """Restore a training checkpoint (all ranks)."""

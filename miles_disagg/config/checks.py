@@ -332,6 +332,8 @@ def _outputs(config: RunConfig) -> Iterator[str]:
     output, run_dir = config.output, config.output.run_dir
     if output.save_interval is None and output.save_total_limit is not None and not output.save_on_interrupt:
         yield "--save-total-limit has no effect without --save-interval: give both"
+    if output.save_interval is None and not output.async_save and not output.save_on_interrupt:
+        yield "--no-async-save has no effect without --save-interval: give both"
     if output.resume == "auto" and not run_dir:
         yield "--resume auto needs --run-dir: the directory of the run to continue, or to start"
     if output.load:

@@ -43,6 +43,8 @@ class TimeoutConfig(Section):
     """For one optimizer step."""
     update_weights_timeout: Seconds = 600.0
     """For one version to be published and activated."""
+    save_timeout: Seconds = 3600.0
+    """For one checkpoint to be written and verified, behind the steps."""
     distributed_timeout_minutes: PositiveFloat = 10.0
     """For one collective of the trainer, in minutes."""
     shutdown_timeout: Seconds = 30.0
@@ -66,6 +68,8 @@ class OutputConfig(Section):
     """Save a checkpoint to RUN_DIR/checkpoints every N steps and after the last one; unset: never."""
     save_total_limit: PositiveInt | None = None
     """Keep this many checkpoints, the newest ones; unset: all."""
+    async_save: bool = True
+    """Write checkpoints behind the next steps, which wait only while the state is copied out to host memory."""
     save_on_interrupt: bool = False
     """At Ctrl-C or SIGTERM, finish the step, save a checkpoint and end; a second signal ends at once."""
     load: str | None = None

@@ -1,7 +1,7 @@
 """The Ray shell around one trainer rank: a MegatronTrainer and its half of a publication. No decisions here.
 
-The default group runs what is collective, one call at a time; `publish` runs encode, write and send behind it;
-`control` answers meanwhile.
+The default group runs what is collective, one call at a time; `publish` (encode, write, send) and `save` (writing a
+checkpoint) run behind it; `control` answers meanwhile.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PublicationSpec:
     p2p_transport: str = "nixl"
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"publish": 1, "control": 2})  # pyright: ignore[reportCallIssue]
+@ray.remote(max_restarts=0, concurrency_groups={"publish": 1, "save": 1, "control": 2})  # pyright: ignore[reportCallIssue]
 class TrainerActor:
     """One rank, named `trainer-<rank>`."""
 
@@ -63,6 +63,7 @@ class TrainerActor:
         self._run_id = run_id
         self._trainer: Any = None
         self._source: Any = None
+        self._saving: Any = None
 
     @ray.method(concurrency_group="control")
     def place(self) -> tuple[str, int, list[int]]:
@@ -185,9 +186,21 @@ class TrainerActor:
         self._trainer.export(sink, self._publication.bucket_bytes)
         return found
 
-    def save(self, directory: str) -> None:
-        """Save a training checkpoint (collective)."""
-        self._trainer.save_checkpoint(directory)
+    def begin_save(self, directory: str) -> None:
+        """Copy out a training checkpoint (collective)."""
+        with self._timeline.span("copy_checkpoint"):
+            self._saving = self._trainer.begin_checkpoint(directory)
+
+    @ray.method(concurrency_group="save")
+    def write_save(self) -> Any:
+        """Write this rank's part of the checkpoint that was copied out last; what `finish_save` needs of it."""
+        with self._timeline.span("write_checkpoint"):
+            return self._saving.write()
+
+    @ray.method(concurrency_group="save")
+    def finish_save(self, ranks: Sequence[Any]) -> None:
+        """Rank 0: all ranks wrote their parts, the checkpoint may appear."""
+        self._saving.finish(ranks)
 
     def load(self, directory: str) -> None:
         """Restore a training checkpoint (collective)."""

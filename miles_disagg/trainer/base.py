@@ -241,6 +241,30 @@ class TrainSample:
         return self.response_len if self.loss_mask is None else sum(1 for m in self.loss_mask if m)
 
 
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote of a checkpoint.
+
+    files: size and xxh3-128 by `<directory>/<file>`, of the bytes as they were handed to the file. entries: where each
+    tensor lies, by directory, for whoever describes the whole.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    entries: Mapping[str, bytes]
+
+
+class PendingCheckpoint(Protocol):
+    """A checkpoint of one rank that was copied out."""
+
+    def write(self) -> Written:
+        """Put this rank's part on disk; from any thread, without the other ranks."""
+        ...
+
+    def finish(self, ranks: Sequence[Written]) -> None:
+        """On rank 0, with what every rank's `write` returned: let the directory appear, complete."""
+        ...
+
+
 class Trainer(Protocol):
     """One rank of the trainer. Every method except the properties is collective: all ranks call it, in one order."""
 
@@ -264,8 +288,9 @@ class Trainer(Protocol):
     ) -> Mapping[str, float]:
         """Train on a rollout batch; every rank gets the whole batch and takes its own part. Returns metrics.
 
-        global_batch_size: samples per optimizer step; must divide len(batch) (None: one step). With several steps
-        the proximal policy is the one before the first step. version: the trainer's current policy version.
+        global_batch_size: samples per optimizer step at most (None: one step); a batch that it does not divide, since
+        groups in it shrank, is split evenly. With several steps the proximal policy is the one before the first step.
+        version: the trainer's current policy version.
         A critic is trained too: alone on the first `CriticSpec.only_steps` batches, without the policy's metrics.
         Metrics (the same on every rank): train/loss, train/pg_loss, train/grad_norm, train/entropy, train/kl,
         train/clip_fraction, train/tis_mean, train/tis_capped_fraction, train/rejected_fraction, train/lr,
@@ -300,8 +325,12 @@ class Trainer(Protocol):
         """RuntimeError if copies of a weight that are kept equal (tied embeddings between stages) came apart."""
         ...
 
+    def begin_checkpoint(self, directory: str) -> PendingCheckpoint:
+        """Copy out model, optimizer and schedule, to be written behind the next steps."""
+        ...
+
     def save_checkpoint(self, directory: str) -> None:
-        """Write model, optimizer, scheduler and RNG state; `directory` appears complete or not at all."""
+        """Write model, optimizer and schedule; `directory` appears complete or not at all."""
         ...
 
     def load_checkpoint(self, directory: str) -> None:

@@ -33,6 +33,12 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, dp_size: int) ->
     return _deal(bins, lengths, dp_size)
 
 
+def step_bounds(samples: int, step_size: int) -> list[tuple[int, int]]:
+    """[begin, end) of every optimizer step on a batch: as few as fit `step_size` samples each, of even size."""
+    steps = -(-samples // step_size)
+    return [(samples * i // steps, samples * (i + 1) // steps) for i in range(steps)]
+
+
 def _fill(lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
     """Longest-processing-time greedy into `count` bins; None if one would overflow."""
     heap = [(0, i) for i in range(count)]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,18 @@ def checkpoints(run_dir: Path) -> list[str]:
     return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
 
 
+def sigkill_while_saving(run: Run) -> str:
+    """The same, at the moment at which a checkpoint is being written; the name of its directory."""
+    directory, deadline = run.run_dir / "checkpoints", time.monotonic() + 120
+    while time.monotonic() < deadline:
+        newest = max((p.name for p in directory.iterdir() if p.name.startswith("step_")), default="")
+        begun = [p.name for p in directory.glob(".step_*.partial") if p.name[1:12] > newest]  # the others are removed
+        if begun:
+            sigkill(run)
+            return begun[0]
+    raise AssertionError(f"no checkpoint was begun:\n{run.log.read_text()}")
+
+
 def sigkill(run: Run) -> None:
     """The driver's process group, as a machine that loses power would end it; what it started follows by itself."""
     os.killpg(run.process.pid, signal.SIGKILL)
@@ -54,12 +67,12 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint_to_the_end(tin
         "--save-interval", "3", "--save-total-limit", "2", "--update-weight-disk-keep-files",
     )  # fmt: skip
     first.wait_for_steps(8, timeout=400)
-    sigkill(first)
+    half = sigkill_while_saving(first)
+    assert half in checkpoints(run_dir), "it was complete before the driver died"
     saved = [name for name in checkpoints(run_dir) if not name.startswith(".")]
     done, newest = int(saved[-1].removeprefix("step_")), published(run_dir, "killed")[1]
     assert done >= 6
     assert len(saved) <= 2
-    (run_dir / "checkpoints" / ".step_000999.partial" / "trainer").mkdir(parents=True)  # killed while saving
 
     more = ("--load", str(run_dir), "--num-rollout", str(done + 3), "--update-weight-disk-keep-files")
     second = Run(tiny_checkpoint, run_dir, *more)

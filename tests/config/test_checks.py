@@ -333,6 +333,8 @@ def test_flags_of_continuing_a_run_that_cannot_work_are_refused(tmp_path: Path):
     assert "not the directory of a run" in " ".join(problems("--load", str(tmp_path)))
     assert "--resume auto needs --run-dir" in " ".join(problems("--resume", "auto"))
     assert "--save-total-limit has no effect" in " ".join(problems("--save-total-limit", "3"))
+    assert "--no-async-save has no effect" in " ".join(problems("--no-async-save"))
+    assert problems("--no-async-save", "--save-interval", "3") == []
     (tmp_path / "config.yaml").write_text("output: {run-id: mine}")
     assert problems("--load", str(tmp_path), "--run-id", "mine") == []
     assert "--run-id other: the run in --load" in " ".join(problems("--load", str(tmp_path), "--run-id", "other"))

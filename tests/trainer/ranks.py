@@ -67,6 +67,12 @@ def run_ranks(world_size: int, jobs: dict[str, Job], timeout: float = 240.0) -> 
     return out
 
 
+def scenario(name: str, arguments: dict[str, Any]) -> None:
+    """A scenario alone in a process of its own, which the test ends."""
+    torch.set_num_threads(1)
+    getattr(importlib.import_module(SCENARIOS), name)(**arguments)
+
+
 def _different_ports(count: int) -> list[int]:
     found: set[int] = set()
     while len(found) < count:

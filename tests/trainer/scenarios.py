@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from miles_disagg.store.local import LocalStore
 from miles_disagg.store.publication import Description
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.trainer.base import RankSpec, TrainerSpec, TrainSample
-from miles_disagg.trainer.megatron import convert, parallel, step
+from miles_disagg.trainer.megatron import checkpoint, convert, parallel, step
 from miles_disagg.trainer.megatron.batch import Columns, pack, policy_columns, response_offsets, with_weights
 from miles_disagg.trainer.megatron.trainer import MegatronTrainer
 from miles_disagg.trainer.vocab_parallel import logprobs_and_entropy
@@ -169,24 +173,46 @@ def transformers_after_megatron(rank: RankSpec, spec: TrainerSpec, sample: Train
 
 
 def save_and_go_on(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str) -> dict[str, Any]:
-    """Two steps, save, two more."""
+    """Two steps, copy a checkpoint out, two more steps, and only then write what was copied, in another thread."""
     trainer = MegatronTrainer(spec, rank)
     try:
         for _ in range(2):
             trainer.sft_step(batch)
-        trainer.save_checkpoint(directory)
-        again = ""
-        try:
-            trainer.save_checkpoint(directory)
-        except FileExistsError as e:
-            again = str(e)
-        return {
-            "steps": [dict(trainer.sft_step(batch)) for _ in range(2)],
-            "trained": exported(trainer),
-            "again": again,
-        }
+        pending = trainer.begin_checkpoint(directory)
+        early = os.path.exists(directory)
+        out = {"steps": [dict(trainer.sft_step(batch)) for _ in range(2)], "trained": exported(trainer)}
+        busy = said(lambda: trainer.begin_checkpoint(f"{directory}.more"))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(checkpoint.complete, pending).result(60)
+        return {**out, "early": early, "busy": busy, "again": said(lambda: trainer.save_checkpoint(directory))}
     finally:
         trainer.close()
+
+
+def said(action: Callable[[], object]) -> str:
+    """The error of an action, empty if there was none."""
+    try:
+        action()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def stuck_while_saving(rank: RankSpec, spec: TrainerSpec, batch: Sequence[TrainSample], directory: str, results: Any):
+    """One step and a checkpoint; another step and a checkpoint whose first file never gets written, for it is a pipe
+    that nobody reads; two steps meanwhile, reported. Then wait to be killed."""
+    trainer = MegatronTrainer(spec, rank)
+    trainer.sft_step(batch)
+    trainer.save_checkpoint(f"{directory}/step_1")
+    steps = [dict(trainer.sft_step(batch))]
+    pending = trainer.begin_checkpoint(f"{directory}/step_2")
+    (partial,) = Path(directory).glob(".step_2.*.partial")
+    os.mkfifo(partial / "__0_0.distcp")
+    writing = threading.Thread(target=pending.write, daemon=True)
+    writing.start()
+    steps += [dict(trainer.sft_step(batch))]
+    results.put((steps, writing.is_alive()))
+    time.sleep(120)
 
 
 def load_and_go_on(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_disagg.trainer.base import TrainSample
-from miles_disagg.trainer.batching import plan_micro_batches, sample_weights
+from miles_disagg.trainer.batching import plan_micro_batches, sample_weights, step_bounds
 
 lengths = st.lists(st.integers(1, 100), min_size=1, max_size=40)
 
@@ -21,6 +21,18 @@ def test_every_sample_is_in_exactly_one_micro_batch_and_none_is_too_large(
     assert len({len(rank) for rank in plan}) == 1, "every rank must take part in the same number of collectives"
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in micro) <= max_tokens for rank in plan for micro in rank)
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_a_batch_that_shrank_is_split_into_even_steps_of_at_most_the_global_batch_size(samples: int, size: int) -> None:
+    bounds = step_bounds(samples, size)
+    assert [i for begin, end in bounds for i in range(begin, end)] == list(range(samples))
+    sizes = [end - begin for begin, end in bounds]
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == -(-samples // size)
+    if samples % size == 0:
+        assert set(sizes) == {size}
 
 
 @given(lengths, st.integers(1, 4))

@@ -244,7 +244,10 @@ def test_a_checkpoint_continues_the_same_run_under_another_layout(
 
 
 def test_a_checkpoint_is_whole_and_never_overwritten(alone: dict[str, list[Any]], saved: Path) -> None:
-    assert "exists" in alone["saved"][0]["again"]
+    job = alone["saved"][0]
+    assert job["early"] is False, "it appeared before it was written"
+    assert "the checkpoint before this one is still being written" in job["busy"]
+    assert "exists" in job["again"]
     assert [p.name for p in saved.parent.iterdir()] == [saved.name], "no partial directory is left"
 
 

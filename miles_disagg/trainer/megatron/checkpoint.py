@@ -1,31 +1,34 @@
 """Saves and restores the trainer's own state through Megatron's `dist_checkpointing`, across layouts.
 
-Model, optimizer and the step count. There is no random number in a step (no dropout), so no RNG state is kept.
+Model, optimizer and the step count. There is no random number in a step (no dropout), so no RNG state is kept. How
+what was copied out gets to disk is `saving`.
 """
 
 from __future__ import annotations
 
-import os
-import queue
 import secrets
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from miles_disagg.domain.errors import CheckpointError
+from miles_disagg.trainer.megatron.saving import HostCopies, PendingCheckpoint, PendingSave
 
 
-def save(directory: str, model: Any, optimizer: Any, common: dict[str, Any], distributed_optimizer: bool) -> None:
-    """Write beside `directory`, then rename: it appears complete or not at all. Collective.
+def begin(
+    directory: str, model: Any, optimizer: Any, common: dict[str, Any], distributed_optimizer: bool, host: HostCopies
+) -> PendingSave:
+    """Copy everything out to `host`; the model may change as soon as this returns. Collective.
 
-    FileExistsError on every rank if it exists. `common`: small picklable values, equal on all ranks.
+    Nothing is called `directory` before the save is finished. FileExistsError on every rank if it exists;
+    CheckpointError while what `host` holds is still being written. `common`: small picklable values, equal on all
+    ranks.
     """
+    if not host.idle.is_set():
+        raise CheckpointError("the checkpoint before this one is still being written", file=directory)
     target = Path(directory)
     chosen = [None if target.exists() else f".{target.name}.{secrets.token_hex(4)}.partial"]
     dist.broadcast_object_list(chosen, src=0)
@@ -35,40 +38,38 @@ def save(directory: str, model: Any, optimizer: Any, common: dict[str, Any], dis
     if dist.get_rank() == 0:
         partial.mkdir(parents=True)
     dist.barrier()
-    _write_in_this_process()
+    pending = PendingSave(partial, target, host)
     try:
-        dist_checkpointing.save(_sharded(model, optimizer, common, distributed_optimizer, loading=False), str(partial))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.rename(partial, target)
-        dist.barrier()
+        with host.receiving():
+            dist_checkpointing.save(
+                _sharded(model, optimizer, common, distributed_optimizer, loading=False), str(partial)
+            )
     except BaseException:
+        host.idle.set()
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            pending.abandon()
         raise
+    return pending
 
 
-def _write_in_this_process() -> None:
-    """Have Megatron write its files here, one after another.
-
-    By default it spawns a manager (which imports the main module again: 5 to 20 s, or a hang where that is not guarded)
-    and forks writers out of a process that is full of communication threads.
-    """
-
-    def write(transforms: Any, use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
-        written: Any = {}
-        for index, bucket in enumerate(write_buckets):
-            outcome, count = queue.SimpleQueue(), queue.Queue()
-            count.put(index)
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, count, True)  # type: ignore[arg-type]
-            _, written[index] = outcome.get()
-            if isinstance(written[index], Exception):
-                written = written[index]
-                break
-        results.put(written)
-
-    FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)  # type: ignore[assignment]
-    filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+def complete(pending: PendingCheckpoint) -> None:
+    """Write what was copied out and let it appear. Collective; CheckpointError on every rank if one cannot write."""
+    written, problem = None, None
+    try:
+        written = pending.write()
+    except CheckpointError as error:
+        problem = f"trainer rank {dist.get_rank()}: {error}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (written, problem))
+    problems = [problem for _, problem in found if problem]
+    if dist.get_rank() == 0:
+        if problems:
+            pending.abandon()
+        else:
+            pending.finish([written for written, _ in found])
+    dist.barrier()
+    if problems:
+        raise CheckpointError("; ".join(problems))
 
 
 def load(

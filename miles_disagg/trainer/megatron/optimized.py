@@ -24,6 +24,7 @@ from miles_disagg.trainer.megatron import checkpoint as checkpoints
 from miles_disagg.trainer.megatron.batch import MicroBatch
 from miles_disagg.trainer.megatron.model import DTYPES
 from miles_disagg.trainer.megatron.parallel import Layout
+from miles_disagg.trainer.megatron.saving import HostCopies, PendingSave
 from miles_disagg.trainer.megatron.step import Loss, ScoreFunction, train_pass
 from miles_disagg.trainer.schedule import learning_rate
 
@@ -34,6 +35,7 @@ class OptimizedModel:
     def __init__(self, model: GPTModel, spec: TrainerSpec, optimizer: OptimizerSpec, layout: Layout):
         self.model, self.optimizer_steps = model, 0
         self._adam, self._layout, self._distributed = optimizer, layout, spec.use_distributed_optimizer
+        self._host = HostCopies()
         config = model.config
         self.ddp = DistributedDataParallel(
             config,
@@ -78,13 +80,13 @@ class OptimizedModel:
                 f"{', '.join(bad)} not finite in optimizer step {self.optimizer_steps}: the step was not applied"
             )
 
-    def save(self, directory: str, common: Mapping[str, Any]) -> None:
-        """Write model, optimizer and step count. `common`: small values that are the same on all ranks."""
+    def begin_save(self, directory: str, common: Mapping[str, Any]) -> PendingSave:
+        """Copy out model, optimizer and step count. `common`: small values that are the same on all ranks."""
         state = {**common, "optimizer_steps": self.optimizer_steps}
-        checkpoints.save(directory, self.model, self._optimizer, state, self._distributed)
+        return checkpoints.begin(directory, self.model, self._optimizer, state, self._distributed, self._host)
 
     def load(self, directory: str, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore what `save` wrote, also under another layout; the saved `common`."""
+        """Restore what was saved, also under another layout; the saved `common`."""
         state = checkpoints.load(directory, self.model, self._optimizer, dict(common), self._distributed)
         self.optimizer_steps = state["optimizer_steps"]
         return state

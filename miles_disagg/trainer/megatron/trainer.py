@@ -15,7 +15,7 @@ import torch
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.publish.peer import LocalShard
 from miles_disagg.trainer.base import ExportSink, RankSpec, TrainerSpec, TrainSample
-from miles_disagg.trainer.batching import plan_micro_batches
+from miles_disagg.trainer.batching import plan_micro_batches, step_bounds
 from miles_disagg.trainer.hf_config import read_hf_config
 from miles_disagg.trainer.megatron import convert, parallel
 from miles_disagg.trainer.megatron.batch import (
@@ -27,6 +27,7 @@ from miles_disagg.trainer.megatron.batch import (
     with_teacher_baseline,
     with_weights,
 )
+from miles_disagg.trainer.megatron.checkpoint import complete
 from miles_disagg.trainer.megatron.critic import (
     VALUE_SUMS,
     critic_metrics,
@@ -37,6 +38,7 @@ from miles_disagg.trainer.megatron.critic import (
 )
 from miles_disagg.trainer.megatron.model import build_critic, build_model, transformer_config
 from miles_disagg.trainer.megatron.optimized import OptimizedModel
+from miles_disagg.trainer.megatron.saving import PendingCheckpoint
 from miles_disagg.trainer.megatron.shards import local_shards
 from miles_disagg.trainer.megatron.step import (
     POLICY_SUMS,
@@ -99,10 +101,10 @@ class MegatronTrainer:
     def train_step(
         self, batch: Sequence[TrainSample], *, global_batch_size: int | None = None, version: int | None = None
     ) -> Mapping[str, float]:
-        """See `trainer.base.Trainer.train_step`. ValueError if `global_batch_size` does not divide the batch."""
-        size = global_batch_size or len(batch)
-        if not batch or len(batch) % size:
-            raise ValueError(f"--global-batch-size {size} does not divide the rollout batch of {len(batch)} samples")
+        """See `trainer.base.Trainer.train_step`. ValueError for an empty batch."""
+        if not batch:
+            raise ValueError("a batch without samples cannot be trained on")
+        parts = step_bounds(len(batch), global_batch_size or len(batch))
         columns = policy_columns(batch, version)
         if self.spec.loss.needs_behaviour and "behaviour" not in columns.values:
             missing = sum(sample.behaviour_logprobs is None for sample in batch)
@@ -117,7 +119,7 @@ class MegatronTrainer:
         if self._critic is not None and self.spec.critic is not None:
             values = self._score(self._critic.model, batch, value_scores)
             columns = with_gae(columns, batch, values, self.spec.critic)
-            out |= self._train_critic(batch, columns, size)
+            out |= self._train_critic(batch, columns, parts)
         self.rollout_steps += 1
         if self.spec.critic is not None and self.rollout_steps <= self.spec.critic.only_steps:
             return out
@@ -125,14 +127,14 @@ class MegatronTrainer:
             columns = whitened(columns)
         if self.spec.loss.distill_coef:
             columns = with_teacher_baseline(columns, self.spec.loss.distill_coef)
-        if size < len(batch) and self.spec.loss.proximal == "recomputed":
+        if len(parts) > 1 and self.spec.loss.proximal == "recomputed":
             columns = columns.with_column("proximal", self._score(self.model, batch))
         if self._base is not None:
             columns = columns.with_column("reference", self._score(self._base, batch))
         steps = []
-        for begin in range(0, len(batch), size):
-            part = batch[begin : begin + size]
-            weighted = self._weighted(columns.samples(begin, begin + size), part)
+        for begin, end in parts:
+            part = batch[begin:end]
+            weighted = self._weighted(columns.samples(begin, end), part)
             steps.append(self._optimizer_step(part, weighted, self._policy_loss, POLICY_SUMS))
         out |= {key: math.fsum(s[key] for s in steps) / len(steps) for key in steps[0]}
         if "teacher" not in columns.values:
@@ -161,14 +163,16 @@ class MegatronTrainer:
         out = self._policy.step(self._micro_batches(batch, columns), self._scorer(), loss, names)
         return {f"train/{name}": value for name, value in out.items()}
 
-    def _train_critic(self, batch: Sequence[TrainSample], columns: Columns, size: int) -> dict[str, float]:
+    def _train_critic(
+        self, batch: Sequence[TrainSample], columns: Columns, parts: Sequence[tuple[int, int]]
+    ) -> dict[str, float]:
         """One optimizer step of the critic for each part of the batch, on columns `value` and `return`."""
         assert self._critic is not None
         assert self.spec.critic is not None
         steps, loss = [], value_loss(self.spec.critic.value_clip)
-        for begin in range(0, len(batch), size):
-            part = batch[begin : begin + size]
-            weighted = self._weighted(columns.samples(begin, begin + size), part)
+        for begin, end in parts:
+            part = batch[begin:end]
+            weighted = self._weighted(columns.samples(begin, end), part)
             steps.append(self._critic.step(self._micro_batches(part, weighted), value_scores, loss, VALUE_SUMS))
         return critic_metrics(steps)
 
@@ -232,15 +236,21 @@ class MegatronTrainer:
         """See `trainer.base.Trainer.check_copies`."""
         convert.check_tied_copies(self.model, self.hf, self.layout)
 
-    def save_checkpoint(self, directory: str) -> None:
-        """See `trainer.base.Trainer.save_checkpoint`. FileExistsError if `directory` exists.
+    def begin_checkpoint(self, directory: str) -> PendingCheckpoint:
+        """See `trainer.base.Trainer.begin_checkpoint`. FileExistsError if `directory` exists.
 
         The critic, if there is one, is complete in `<directory>.critic` before the policy is: a checkpoint is whole
         when `directory` is there.
         """
+        parts = []
         if self._critic is not None:
-            self._critic.save(f"{directory}{_CRITIC}", self._common_state())
-        self._policy.save(directory, self._common_state())
+            parts.append(self._critic.begin_save(f"{directory}{_CRITIC}", self._common_state()))
+        parts.append(self._policy.begin_save(directory, self._common_state()))
+        return PendingCheckpoint(parts)
+
+    def save_checkpoint(self, directory: str) -> None:
+        """See `trainer.base.Trainer.save_checkpoint`."""
+        complete(self.begin_checkpoint(directory))
 
     def load_checkpoint(self, directory: str) -> None:
         """See `trainer.base.Trainer.load_checkpoint`. CheckpointError if it is not one of this model and its critic."""
