@@ -28,6 +28,7 @@ from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.evaluation_replicas import EvaluationReplicas
 from miles_disagg.cluster.fleet import Fleet
 from miles_disagg.cluster.frozen import serving
+from miles_disagg.cluster.ledger import DEATHS, KeptLedger
 from miles_disagg.cluster.peer import PeerChannel
 from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
@@ -135,15 +136,15 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         stack.callback(events.close)
         console.say(f"run {config.run_id} in {config.run_dir}")
         lineage = Lineage(config.run_dir)
-        store, newest = await _claim(config, digest, lineage, stack)
+        ledger, newest = await _claim(config, digest, lineage, console.say, stack)
         base = VersionRef(config.run_id, 0)
         published = None
         if continued is not None:
             stack.callback(resume.forget_published_weights, config)
             published = await asyncio.to_thread(resume.published_weights, config, newest, console.say)
-        fleet, endpoint = await _rollout_side(config, plan, store, base, console.say)
+        fleet, endpoint = await _rollout_side(config, plan, ledger, base, console.say)
         stack.push_async_callback(fleet.stop)
-        evaluators = await _evaluators(config, plan, store, base, console.say)
+        evaluators = await _evaluators(config, plan, ledger, base, console.say)
         if evaluators is not None:
             stack.push_async_callback(evaluators.fleet.stop)
         placement = stack.enter_context(
@@ -176,7 +177,7 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
             await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
             console.say(f"continuing after step {continued.step} from {continued.checkpoint}")
         channel = _channel(
-            config, trainer, store, fleet, Movement(trainer, console.say),
+            config, trainer, ledger, fleet, Movement(trainer, console.say),
             full_first=newest != base and published is None,
         )  # fmt: skip
         if isinstance(channel, PeerChannel):
@@ -206,36 +207,42 @@ def _trackers(config: RunConfig) -> list[Tracker]:
     return out
 
 
-def _start_here(actor_class: Any, run_id: str, name: str, *args: Any) -> Any:
+def _start_here(actor_class: Any, run_id: str, name: str, *args: Any, restarts: int = 0) -> Any:
     """An actor on the driver's node, where the run directory and the prompts are; it reserves no core."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"name": incarnation(name), "namespace": run_id, "num_cpus": 0, "scheduling_strategy": here}
+    options["max_restarts"] = restarts
     return actor_class.options(**options).remote(*args)
 
 
-async def _claim(config: RunConfig, digest: str, lineage: Lineage, stack: AsyncExitStack) -> tuple[Any, VersionRef]:
-    """The version store actor, with this run's claim; the newest version there is."""
+async def _claim(
+    config: RunConfig, digest: str, lineage: Lineage, say: Callable[[str], None], stack: AsyncExitStack
+) -> tuple[KeptLedger, VersionRef]:
+    """The version store actor, with this run's claim, looked after; the newest version there is."""
     url = config.version_store if config.weights.transport == "disk" else None
     hooks = (config.weights.custom_update_weight_post_write_path, config.weights.custom_update_weight_pre_read_path)
-    store = _start_here(VersionStoreActor, config.run_id, "version-store", config.run_id, url, 1.0, *hooks)
+    args = (config.run_id, url, 1.0, *hooks)
+    store = _start_here(VersionStoreActor, config.run_id, "version-store", *args, restarts=DEATHS)
     stack.callback(ray.kill, store)
-    ledger = RemoteLedger(store)
+    ledger = KeptLedger(store, say, timeout=config.timeouts.update_weights_timeout)
     boot = lineage.version if url is None else 0  # without a store, nobody else knows which numbers are taken
     claim = await asyncio.wait_for(ledger.claim(digest, boot_version=boot, owner=lineage.owner), 60.0)
     await asyncio.to_thread(lineage.claimed, claim.owner if claim else None)
 
     async def release() -> None:
+        keeping.cancel()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(ledger.release(), 10.0)
 
     stack.push_async_callback(release)
+    keeping = asyncio.create_task(ledger.keep(), name="look after the version store")
     newest = await asyncio.wait_for(ledger.latest(), 30.0)
     assert newest is not None
-    return store, newest
+    return ledger, newest
 
 
 async def _rollout_side(
-    config: RunConfig, plan: PlacementPlan, store: Any, base: VersionRef, say: Callable[[str], None]
+    config: RunConfig, plan: PlacementPlan, ledger: KeptLedger, base: VersionRef, say: Callable[[str], None]
 ) -> tuple[Fleet | ServiceFleet, str]:
     """The engines of this job behind a gateway of its own, or somebody else's service; and the URL to ask."""
     endpoint = config.engines.rollout_endpoint
@@ -244,18 +251,20 @@ async def _rollout_side(
         return ServiceFleet(endpoint, say, token=token), endpoint
     gateway, url = await _gateway(config, "gateway", config.cluster.gateway_port)
     members = specs.fleet_members(config, plan, base, url)
-    return Fleet(members, gateway, url, store, specs.fleet_timeouts(config), say), url
+    fleet = Fleet(members, gateway, url, ledger, specs.fleet_timeouts(config), say)
+    ledger.served = fleet.served
+    return fleet, url
 
 
 async def _evaluators(
-    config: RunConfig, plan: PlacementPlan, store: Any, base: VersionRef, say: Callable[[str], None]
+    config: RunConfig, plan: PlacementPlan, ledger: KeptLedger, base: VersionRef, say: Callable[[str], None]
 ) -> EvaluationReplicas | None:
     """Engines that only evaluate, behind a gateway that rollouts do not know; None where there are none."""
     if not plan.evaluators:
         return None
     gateway, url = await _gateway(config, "eval-gateway", 0)
     members = specs.evaluation_members(config, plan, base, url)
-    fleet = Fleet(members, gateway, url, store, specs.fleet_timeouts(config), say, counted=False)
+    fleet = Fleet(members, gateway, url, ledger, specs.fleet_timeouts(config), say, counted=False)
     return EvaluationReplicas(fleet, config.timeouts.update_weights_timeout)
 
 
@@ -338,10 +347,9 @@ async def _producer(
 
 
 def _channel(
-    config: RunConfig, trainer: TrainerGroup, store: Any, fleet: Fleet | ServiceFleet, movement: Movement,
+    config: RunConfig, trainer: TrainerGroup, ledger: RemoteLedger, fleet: Fleet | ServiceFleet, movement: Movement,
     *, full_first: bool,
 ) -> DiskChannel | BroadcastChannel | PeerChannel:  # fmt: skip
-    ledger = RemoteLedger(store)
     if isinstance(fleet, Fleet) and config.weights.transport == "p2p":
         return PeerChannel(trainer, ledger, fleet, movement.observe, specs.peer_settings(config))
     if isinstance(fleet, Fleet) and config.weights.transport == "broadcast":

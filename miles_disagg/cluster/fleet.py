@@ -67,7 +67,7 @@ class Fleet:
     members: list[Member]
     gateway: Any
     gateway_url: str
-    store: Any
+    ledger: RemoteLedger
     timeouts: FleetTimeouts
     say: Callable[[str], None]
     repair: Callable[[Member, VersionRef], Awaitable[None]] | None = None
@@ -98,7 +98,7 @@ class Fleet:
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(member.placement, 0),
             }
         actor_class: Any = RolloutEngine
-        member.actor = actor_class.options(**options).remote(member.spec, member.staging, self.store)
+        member.actor = actor_class.options(**options).remote(member.spec, member.staging, self.ledger.actor)
         timeout = self.timeouts.start + 30
         member.url = await call(member.actor.start.remote(), f"{member.spec.replica_id}: start its engine", timeout)
         status = await call(member.actor.status.remote(), f"{member.spec.replica_id}: status", _CONTROL_SECONDS)
@@ -138,7 +138,7 @@ class Fleet:
         busy = status["state"] == "activating" or self._updating.locked()
         if self.repair is None or busy or not status["process_up"]:
             return
-        latest = await call(self.store.watch.remote("latest"), "version store: latest", _CONTROL_SECONDS)
+        latest = await self.ledger.latest()
         if latest is not None and status["applied"] != latest.version:
             self.say(f"{name} is at {status['applied']}, not at {latest}: sending it again")
             await self.repair(member, latest)
@@ -159,8 +159,7 @@ class Fleet:
 
     async def _book(self, method: str, member: Member) -> None:
         if self.counted:
-            what = f"version store: {method} {member.spec.replica_id}"
-            await call(self.store.watch.remote(method, member.spec.replica_id), what, _CONTROL_SECONDS)
+            await getattr(self.ledger, method)(member.spec.replica_id)
 
     # --- updates by broadcast -------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class Fleet:
     async def _collect(self, method: str) -> list[Any]:
         """The method's results on every engine that answers."""
         out = []
-        for member in self.members:
+        for member in (m for m in self.members if m.actor is not None):
             with contextlib.suppress(MilesDisaggError):
                 what = f"{member.spec.replica_id}: {method}"
                 out.append(await call(getattr(member.actor, method).remote(), what, _CONTROL_SECONDS))
@@ -210,15 +209,19 @@ class Fleet:
 
     async def wait_converged(self, ref: VersionRef, timeout: float) -> float:
         """Seconds from the publication of `ref` until every engine serves it or newer; DeadlineExceeded."""
-        ledger = RemoteLedger(self.store)
-        seconds = await ledger.wait_converged(ref, timeout)
+        seconds = await self.ledger.wait_converged(ref, timeout)
         if seconds is None:
-            raise DeadlineExceeded(f"every replica to serve {ref}", timeout, f"replicas: {await ledger.replicas()}")
+            replicas = await self.ledger.replicas()
+            raise DeadlineExceeded(f"every replica to serve {ref}", timeout, f"replicas: {replicas}")
         return seconds
 
     async def status(self) -> list[dict[str, Any]]:
         """What every engine's replica says of itself."""
         return await self._collect("status")
+
+    async def served(self) -> dict[str, int | None]:
+        """The version that every replica that answers serves."""
+        return {row["replica_id"]: row["applied"] for row in await self.status()}
 
     async def without_version(self) -> list[str]:
         """Engines that must be sent a version before they serve: attached ones under broadcast that hold another."""

@@ -70,6 +70,10 @@ class ClaimConflict(MilesDisaggError):
         )
 
 
+class NotClaimed(MilesDisaggError):
+    """The process that keeps a run's versions has no claim: none was made yet, or it was started anew."""
+
+
 class VersionNotFound(MilesDisaggError):
     """A version that was asked for does not exist (its index was never written, or retention removed it)."""
 

@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from miles_disagg.domain.errors import ClaimConflict, DeadlineExceeded, PointerConflict, PublicationFailed
+from miles_disagg.domain.errors import (
+    ClaimConflict,
+    DeadlineExceeded,
+    NotClaimed,
+    PointerConflict,
+    PublicationFailed,
+)
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.claims import Claim
 from miles_disagg.store.lineage import Kind
@@ -65,15 +71,26 @@ class VersionLedger:
 
     # --- writing ----------------------------------------------------------------------------------
 
+    @property
+    def claimed(self) -> bool:
+        """True once `claim` succeeded."""
+        return self._latest is not None
+
     async def claim(
-        self, base_digest: str, *, boot_version: int = 0, owner: str | None = None, ttl: float = DEFAULT_TTL
+        self,
+        base_digest: str,
+        *,
+        boot_version: int = 0,
+        owner: str | None = None,
+        ttl: float = DEFAULT_TTL,
+        epoch: int | None = None,
     ) -> Claim | None:
         """Start or resume the run (see VersionStore.claim); None without a store."""
         claim, store = None, self._store
         if store is None:
             await self._move(VersionRef(self._run_id, boot_version))
         else:
-            terms = {"boot_version": boot_version, "owner": owner, "ttl": ttl}
+            terms = {"boot_version": boot_version, "owner": owner, "ttl": ttl, "epoch": epoch}
             claim = await asyncio.to_thread(store.claim, self._run_id, base_digest, **terms)
             await self._move(store.published)
         return claim
@@ -106,7 +123,7 @@ class VersionLedger:
             if self._broken is not None:
                 raise self._broken
             if self._latest is None:
-                raise PublicationFailed(f"run {self._run_id} has no claim yet")
+                raise NotClaimed(f"begin: run {self._run_id} has no claim yet")
             ref = self._open = self._latest.next()
         if self._store is not None:
             try:
@@ -115,6 +132,18 @@ class VersionLedger:
                 await self._close(ref)
                 raise
         return ref
+
+    async def reopen(self, ref: VersionRef) -> None:
+        """Go on with a publication that was open when the process before this one died; its files stay as they are.
+
+        No-op if `ref` was published all the same. PointerConflict if it is not the next version.
+        """
+        async with self._changed:
+            if ref == self._latest:
+                return
+            if self._latest is None or ref != self._latest.next() or self._open not in (None, ref):
+                raise PointerConflict(self._latest, self._open or self._latest, ref, "It was open before.")
+            self._open = ref
 
     async def commit(
         self, ref: VersionRef, description: Description | None = None, receipts: Sequence[Receipt] = ()
@@ -229,14 +258,16 @@ class VersionLedger:
     def convergence_seconds(self, ref: VersionRef) -> float | None:
         """`fleet/convergence_seconds` of `ref`, None while it has not converged.
 
-        A replica that went straight to a later version counts with the time of that one.
+        A replica that went straight to a later version counts with the time of that one, and a version from before
+        the history that is kept is taken for as old as that.
         """
-        entry = self._activations.get(ref.version)
-        if entry is None or entry.published is None or not self._replicas:
+        since = (e.published for v, e in self._activations.items() if v >= ref.version)
+        published = min((t for t in since if t is not None), default=None)
+        if published is None or not self._replicas:
             return None
         times = [t for t in (self._reached(name, ref.version) for name in self._replicas) if t is not None]
         needed = math.ceil(self._share * len(self._replicas))
-        return max(0.0, sorted(times)[needed - 1] - entry.published) if len(times) >= needed else None
+        return max(0.0, sorted(times)[needed - 1] - published) if len(times) >= needed else None
 
     def metrics(self) -> dict[str, float]:
         """The newest converged version's `fleet/convergence_seconds`, if any."""

@@ -165,13 +165,16 @@ class VersionStore:
         boot_version: int = 0,
         owner: str | None = None,
         ttl: float = DEFAULT_TTL,
+        epoch: int | None = None,
     ) -> Claim:
         """Claim the store for `run_id`; the pointer then names its newest version (its boot version if it is new).
 
         base_digest: digest of the base checkpoint, which is version `boot_version`. owner: token of an earlier claim
         of this run, to resume it; writers of that earlier claim are fenced off. ttl: seconds until the claim lapses
-        unless renewed. Raises StoreError if the store cannot decide races, ClaimConflict if another live run publishes
-        here or the run id is taken, BaseMismatch if a resumed run has another base.
+        unless renewed. epoch: of the claim that a process of this run held when it died; a claim that somebody else
+        took since, and may still hold, is not taken back. Raises StoreError if the store cannot decide races,
+        ClaimConflict if another live run publishes here or the run id is taken, BaseMismatch if a resumed run has
+        another base.
         """
         check_run_id(run_id)
         self.objects.check()
@@ -186,6 +189,11 @@ class VersionStore:
         claim = Claim(run_id, owner or uuid.uuid4().hex, base_digest, boot_version, now, now + ttl, 0, Holder.me())
         if stamped is not None:
             old = Claim.from_json(stamped.data, key)
+            if epoch is not None and old.epoch != epoch and not old.holder.is_known_dead():
+                raise ClaimConflict(
+                    f"{self.objects.url}/{run_id}", f"{old.describe()}, claim {old.epoch}", f"its claim {epoch}",
+                    "The run was resumed elsewhere: stop this process.",
+                )  # fmt: skip
             if self._is_resume(old, owner, base_digest, pointer, now):
                 claim = dataclasses.replace(claim, boot_version=old.boot_version, created=old.created)
             claim = dataclasses.replace(claim, epoch=old.epoch + 1)

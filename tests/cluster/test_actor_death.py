@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from tests.cluster import processes
-from tests.cluster.test_resume import balanced, steps_in
+from tests.cluster.test_resume import balanced, published, steps_in
 from tests.cluster.test_train_command import Run
 
 
@@ -47,3 +47,25 @@ def test_a_run_outlives_the_actor_of_its_engine(tiny_checkpoint, tmp_path):
     assert time.monotonic() - begun < 300
     assert run.wait(timeout=400) == 0, run.log.read_text()
     assert balanced(run.summary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disk-delta", "broadcast"])
+def test_a_run_outlives_its_version_store_and_skips_no_version(tiny_checkpoint, tmp_path, mode):
+    run_dir = tmp_path / "run"
+    run = Run(
+        tiny_checkpoint, run_dir, "--run-id", "kept", "--num-rollout", "16", "--update-weight-transfer-mode", mode,
+        "--update-weight-disk-keep-files",
+    )  # fmt: skip
+    for steps in (2, 7):
+        run.wait_for_steps(steps, timeout=400)
+        kill(run, "ray::VersionStoreActor")
+    assert run.wait(timeout=400) == 0, run.log.read_text()
+    summary = run.summary
+    assert (summary["status"], summary["steps"], summary["final_version"]) == ("completed", 16, 16)
+    assert balanced(summary), summary
+    assert run.log.read_text().count("claims the run again") == 2
+    if mode == "disk-delta":
+        assert published(run_dir, "kept") == (list(range(1, 17)), 16)
+    assert "Traceback" not in run.log.read_text()
+    assert processes.gone(run.marker, timeout=60) == []

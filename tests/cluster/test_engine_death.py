@@ -1,4 +1,4 @@
-"""An engine process or engine actor killed in the middle of a run: training goes on, the engine comes back in step."""
+"""An engine's process, its actor, or the version store's, killed in the middle of a run: training goes on in step."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ from miles_disagg.cluster.assemble import assembled
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.observe.console import RunConsole
 from tests.cluster import processes
+from tests.cluster.test_ledger import kill_store
 
 
 async def train_through_a_kill(config, kill) -> None:
@@ -46,10 +47,17 @@ async def kill_engine_actor(run) -> None:
     ray.kill(run.fleet.members[0].actor, no_restart=True)
 
 
+async def kill_version_store(run) -> None:
+    kill_store()
+
+
 @pytest.mark.parametrize(
     ("mode", "kill"),
     [
         ("disk-delta", kill_engine_process),
+        pytest.param("disk-delta", kill_version_store, marks=pytest.mark.slow),
+        pytest.param("broadcast", kill_version_store, marks=pytest.mark.slow),
+        pytest.param("p2p", kill_version_store, marks=pytest.mark.slow),
         pytest.param("broadcast", kill_engine_process, marks=pytest.mark.slow),
         pytest.param("p2p", kill_engine_process, marks=pytest.mark.slow),
         pytest.param("p2p", kill_engine_actor, marks=pytest.mark.slow),
@@ -57,6 +65,6 @@ async def kill_engine_actor(run) -> None:
         pytest.param("broadcast", kill_engine_actor, marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_when_an_engine_is_killed(local_ray, run_config, mode, kill):
+def test_training_goes_on_when_a_part_is_killed(local_ray, run_config, mode, kill):
     config = run_config("--update-weight-transfer-mode", mode, "--num-rollout", "4")
     asyncio.run(train_through_a_kill(config, kill))

@@ -156,6 +156,25 @@ async def test_a_lost_ledger_comes_back_from_the_store(tmp_path: Path) -> None:
     assert await publish(again) == ref(2)
 
 
+async def test_a_publication_that_was_open_when_its_ledger_was_lost_is_finished_by_the_next_one(tmp_path: Path) -> None:
+    ledger = VersionLedger("run", VersionStore(LocalStore(tmp_path)))
+    claim = await ledger.claim("digest")
+    assert claim is not None
+    opened = await ledger.begin()
+    again = VersionLedger("run", VersionStore(LocalStore(tmp_path)))
+    assert not again.claimed
+    await again.claim("digest", owner=claim.owner, epoch=claim.epoch)
+    with pytest.raises(PointerConflict):
+        await again.reopen(ref(2))
+    await again.reopen(opened)
+    await again.commit(opened, *NOTHING_CHANGED)
+    await again.reopen(opened)  # it is published: nothing to do
+    assert await publish(again) == ref(2)
+    third = VersionLedger("run", VersionStore(LocalStore(tmp_path)))
+    with pytest.raises(ClaimConflict, match="resumed elsewhere"):  # `again` holds it, in a process that lives
+        await third.claim("digest", owner=claim.owner, epoch=claim.epoch)
+
+
 async def test_full_versions_that_all_replicas_acknowledged_are_removed_unless_files_are_kept(tmp_path: Path) -> None:
     store = VersionStore(LocalStore(tmp_path))
     ledger = VersionLedger("run", store)
