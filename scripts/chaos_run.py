@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """A training run whose parts are killed at random, again and again, and which has to come out right.
 
-For `--minutes` it sends SIGKILL to an engine's process, the actor beside it, the rollout producer, a trainer rank or
-the driver of a run (the quickstart's, with checkpoints), every few seconds, and starts the driver again with
-`--resume auto` whenever it has ended. Then it leaves the run alone for `--steps` more steps, and checks: the ledger
-balances, the version numbers are contiguous and no published version's bytes ever changed, every step was done once,
-and the accuracy on held-out prompts reached `--reward`.
+For `--minutes` it sends SIGKILL to an engine's process, the actor beside it, the rollout producer, the version store's
+process, a trainer rank, the head's raylet or the driver of a run (the quickstart's, with checkpoints), every few
+seconds, and starts the driver again with `--resume auto` whenever it has ended. Then it leaves the run alone for
+`--steps` more steps, and checks: the ledger balances, and did at every step; the version numbers are contiguous and no
+published version's bytes ever changed; every step was done once; the accuracy on held-out prompts reached `--reward`.
 
 With `--json` the last line is one object with `kills`, `ledger_balanced`, `versions_contiguous`, `accuracy_last` and
 more. Exit status 1 if a check fails.
@@ -40,7 +40,9 @@ VICTIMS = {
     "engine": "miles_disagg.engine.embedded",
     "replica": "ray::RolloutEngine",
     "producer": "ray::RolloutProducer",
+    "store": "ray::VersionStoreActor",
     "trainer": "ray::TrainerActor",
+    "head": "ray/raylet/raylet ",
     "driver": "",
 }
 DEADLINE = 600.0  # seconds for the driver to start, or to end
@@ -133,6 +135,12 @@ def finish(chaos: Chaos, steps: int) -> int:
     return chaos.driver.wait(DEADLINE + 60.0 * steps)
 
 
+def balanced_row(row: dict[str, Any]) -> bool:
+    """The conservation law in one step's metrics."""
+    parts = ("trained", "queued", "dropped", "in_flight")
+    return row["rollout/ledger/generated"] == sum(row[f"rollout/ledger/{part}"] for part in parts)
+
+
 def judged(chaos: Chaos, status: int, reward: float) -> dict[str, Any]:
     """The verdict."""
     summary = json.loads((chaos.run_dir / "summary.json").read_text())
@@ -153,6 +161,7 @@ def judged(chaos: Chaos, status: int, reward: float) -> dict[str, Any]:
         "steps_once": steps == list(range(len(steps))),
         "versions_contiguous": versions == list(range(versions[0], versions[-1] + 1)) if versions else False,
         "versions_unchanged": not chaos.changed,
+        "ledger_balanced_at_every_step": all(balanced_row(row) for row in rows if "rollout/ledger/generated" in row),
         "lag_max": max(row.get("rollout/version_lag_max", 0.0) for row in rows),
         "accuracy_last": accuracy,
         "ledger": ledger,

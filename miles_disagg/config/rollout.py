@@ -142,5 +142,11 @@ class PacingConfig(Section):
     """Capacity of the buffer of finished groups, as a multiple of --rollout-batch-size."""
     async_unused_samples_handler: Literal["drop", "retry"] = "drop"
     """Stale or aborted groups: drop them, or generate their prompts again."""
+    failed_samples_handler: Literal["refill", "shrink"] = "refill"
+    """A sample that failed --sample-attempts times: generate its whole group again, or train on the group without it."""
+    sample_attempts: PositiveInt = 3
+    """Generations tried for one sample, each with its own timeout and reward."""
+    prompt_attempts: PositiveInt = 3
+    """Failed groups of one prompt before it is given up and listed in summary.json."""
     update_weights_interval: PositiveInt = 1
     """Publish weights every N steps."""

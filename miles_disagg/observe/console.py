@@ -146,6 +146,8 @@ class Summary:
             out.append(f"Samples were {self.lag_mean:.1f} versions old on average when they were trained on{pause}.")
         if self.ledger:
             out.append(f"Prompts: {_ledger_in_words(self.ledger)}.")
+        if given_up := self.ledger.get("given_up"):
+            out.append(f"{len(given_up)} prompt(s) failed every time and were given up: summary.json lists them.")
         out.append(f"Look at {self.run_dir}: metrics.jsonl, events.jsonl, summary.json, config.yaml, logs/.")
         out.append(f"Charts: tensorboard --logdir {self.run_dir / 'tensorboard'}")
         return out

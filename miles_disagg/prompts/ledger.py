@@ -135,14 +135,15 @@ class Ledger:
             "retried": self._finished["retried"],
         }
 
-    def check(self) -> None:
-        """Raise LedgerError with all numbers unless both conservation laws hold."""
+    def check(self) -> dict[str, Any]:
+        """The totals; LedgerError with all numbers unless both conservation laws hold."""
         t = self.totals()
         dropped, failed = sum(t["dropped"].values()), sum(t["failed"].values())
         if t["handed_out"] != t["generating"] + t["generated"] + failed or (
             t["generated"] != t["trained"] + t["queued"] + dropped + t["in_flight"]
         ):
             raise LedgerError(f"the ledger does not balance: {t}")
+        return t
 
     def unfinished(self) -> list[str]:
         """Keys of prompts that are neither trained nor dropped, in the order they were handed out."""

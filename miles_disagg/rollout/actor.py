@@ -274,8 +274,8 @@ class RolloutProducer:
         return self._timeline.drain()
 
     async def ledger(self) -> dict[str, Any]:
-        """The ledger's totals, checked to balance."""
-        return self._producer.ledger.totals()
+        """The ledger's totals, checked to balance, and why each prompt was given up that was."""
+        return {**self._producer.ledger.check(), "given_up": dict(self._producer.poison)}
 
     async def stop(self) -> None:
         """End generation: what is in flight is dropped by name, what is queued too."""

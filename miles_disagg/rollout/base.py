@@ -61,7 +61,7 @@ class RolloutOptions:
     groups_per_version: groups consumed between two published versions (batch_groups x update interval).
     max_concurrent_samples: bound on samples in flight. granularity: start a group when all of its samples fit
     (`group`) or when the next one does (`sample`). sample_attempts: generations tried for one sample before its group
-    is given up. prompt_attempts: hand-outs of one prompt before it is skipped for good and listed.
+    is given up. prompt_attempts: groups of one prompt that fail before it is skipped for good and listed.
     unused: whether a stale group's prompt is handed out again. failed_sample: what a sample that failed for good does
     to its group. over_sampling_groups: groups started for one batch under the synchronous schedule (0: batch_groups).
     partial: what is left of them goes on and counts for the next batch, instead of being ended. mask_old: train only

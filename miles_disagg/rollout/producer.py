@@ -62,6 +62,7 @@ class Producer:
         self._held_back = 0  # finished groups that wait for room in the buffer
         self._failure: BaseException | None = None
         self._epoch = 0
+        self._failures: Counter[str] = Counter()  # groups in a row, by prompt
         self.poison: dict[str, str] = {}
         self.drop_reasons: Counter[str] = Counter()
         buffer.listen(self)
@@ -241,6 +242,7 @@ class Producer:
             self._retry_or_give_up(prompt, str(failure))
             return
         self.ledger.generated(prompt.key)
+        self._failures.pop(prompt.key, None)
         if self._on_group:
             self._on_group(group)
         reason = self._filter(group) if self._filter else None
@@ -260,10 +262,12 @@ class Producer:
         self.ledger.dropped(prompt.key, reason)
 
     def _retry_or_give_up(self, prompt: Prompt, why: str) -> None:
-        if self.ledger.attempts(prompt.key) < self._options.prompt_attempts:
+        self._failures[prompt.key] += 1  # not attempts: a restart or a stale group says nothing about the prompt
+        if self._failures[prompt.key] < self._options.prompt_attempts:
             self._retries.append(prompt)
         else:
             self.poison[prompt.key] = why
+            del self._failures[prompt.key]
 
     # --- what the buffer tells (BufferListener) -----------------------------------------------
 
@@ -309,10 +313,15 @@ class Producer:
         self.ledger.trained(keys)
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/in_flight` and `rollout/fully_async/*` by their stable names."""
-        aborted = sum(self.ledger.totals()["failed"].values())
+        """`rollout/in_flight`, `rollout/fully_async/*`, `rollout/ledger/*`; LedgerError if they do not balance."""
+        totals = self.ledger.check()
+        aborted, dropped = sum(totals["failed"].values()), sum(totals["dropped"].values())
+        counted = ("generated", "trained", "queued", "in_flight", "retried")
         return {
             **self._buffer.metrics(),
+            **{f"rollout/ledger/{name}": float(totals[name]) for name in counted},
+            "rollout/ledger/dropped": float(dropped),
+            "rollout/ledger/given_up": float(len(self.poison)),
             "rollout/in_flight": float(self._slots.used),
             "rollout/fully_async/aborted_groups_filtered": float(aborted),
         }
@@ -325,6 +334,7 @@ class Producer:
             "buffer": self._buffer.snapshot(),
             "retries": [p.key for p in self._retries],
             "poison": dict(self.poison),
+            "failures": dict(self._failures),
             "pacing": dataclasses.asdict(self._pacing),
         }
 
@@ -355,7 +365,7 @@ class Producer:
         lost = self.ledger.abandon("restart", keep=[_key(g) for g in queued])
         again = [key for key in [*lost, *state["retries"]] if key not in done]
         self._retries.extend(self._source.prompt(key) for key in again)
-        self.poison = dict(state["poison"])
+        self.poison, self._failures = dict(state["poison"]), Counter(state.get("failures", {}))
 
 
 def _key(group: Mapping[str, Any]) -> str:

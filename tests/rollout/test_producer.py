@@ -155,7 +155,11 @@ async def test_a_failed_generation_is_tried_again_and_then_its_prompt_is_given_u
         assert totals["retried"] == 1
         with pytest.raises(EndOfData):
             await rig.batch(0)
-        assert rig.producer.metrics()["rollout/fully_async/aborted_groups_filtered"] == 2
+        metrics = rig.producer.metrics()
+        assert metrics["rollout/fully_async/aborted_groups_filtered"] == 2
+        assert metrics["rollout/ledger/given_up"] == 1
+        counted = ("trained", "queued", "dropped", "in_flight")
+        assert metrics["rollout/ledger/generated"] == sum(metrics[f"rollout/ledger/{name}"] for name in counted) == 2
 
 
 async def test_an_aborted_generation_is_tried_again_under_a_new_request_id():
@@ -410,6 +414,35 @@ async def test_a_restart_loses_no_prompt_and_trains_none_twice():
         rest = [k for b in await second.train(3, first=1) for k in b.keys]
     assert sorted(trained + rest) == [f"0:{i}" for i in range(8)]
     assert second.ledger.totals()["trained"] == 8
+
+
+async def test_a_restart_is_no_failure_of_the_prompts_that_were_in_flight():
+    options = {"source": CountingSource(1), "batch_groups": 1, "prompt_attempts": 2, "sample_attempts": 1}
+    state = None
+    for _ in range(3):
+        async with Rig(**options) as rig:
+            rig.gateway.latency = 30
+            if state is not None:
+                rig.producer.load_state(state)
+            rig.producer.start()
+            while not rig.gateway.requests:
+                await asyncio.sleep(0.01)
+            state = json.loads(json.dumps(rig.producer.state()))
+    failed = []
+
+    def first_one_fails(request, answer):
+        failed.append(request["rid"])
+        if len(failed) == 1:
+            del answer["meta_info"]["output_token_logprobs"]
+        return answer
+
+    async with Rig(**options) as rig:
+        rig.gateway.edit = first_one_fails
+        rig.producer.load_state(state)
+        rig.producer.start()
+        assert (await rig.batch(0)).keys == ["0:0"]
+        assert rig.producer.poison == {}
+        assert rig.ledger.totals()["failed"] == {"restart": 3, "missing_logprobs": 1}
 
 
 async def test_evaluation_is_greedy_and_says_which_version_it_is_for():
