@@ -181,6 +181,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     args, flags = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: the driver is ended too
     with tempfile.TemporaryDirectory(prefix="chaos-run-", ignore_cleanup_errors=True) as directory:
         chaos = Chaos(Path(directory) / "run", args.seed, flags)
         try:

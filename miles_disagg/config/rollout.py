@@ -143,7 +143,7 @@ class PacingConfig(Section):
     async_unused_samples_handler: Literal["drop", "retry"] = "drop"
     """Stale or aborted groups: drop them, or generate their prompts again."""
     failed_samples_handler: Literal["refill", "shrink"] = "refill"
-    """A sample that failed --sample-attempts times: generate its whole group again, or train on the group without it."""
+    """A sample that failed --sample-attempts times: generate its group again, or train on the group without it."""
     sample_attempts: PositiveInt = 3
     """Generations tried for one sample, each with its own timeout and reward."""
     prompt_attempts: PositiveInt = 3

@@ -16,7 +16,6 @@ from typing import TypeVar
 from miles_disagg.domain.errors import (
     ClaimConflict,
     DeadlineExceeded,
-    NotClaimed,
     PointerConflict,
     PublicationFailed,
 )
@@ -123,7 +122,7 @@ class VersionLedger:
             if self._broken is not None:
                 raise self._broken
             if self._latest is None:
-                raise NotClaimed(f"begin: run {self._run_id} has no claim yet")
+                raise PublicationFailed(f"run {self._run_id} has no claim yet")
             ref = self._open = self._latest.next()
         if self._store is not None:
             try:

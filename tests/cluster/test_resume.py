@@ -154,11 +154,12 @@ def test_ctrl_c_saves_a_checkpoint_when_asked_and_a_killed_trainer_rank_is_named
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over_with_new_version_numbers(tiny_checkpoint, tmp_path):
     run_dir = tmp_path / "run"
-    first = Run(tiny_checkpoint, run_dir, "--run-id", "early", "--num-rollout", "1000", "--resume", "auto")
+    keep = ("--update-weight-disk-keep-files", "--resume", "auto")
+    first = Run(tiny_checkpoint, run_dir, "--run-id", "early", "--num-rollout", "1000", *keep)
     first.wait_for_steps(2, timeout=400)
     sigkill(first)
     newest = published(run_dir, "early")[1]
-    second = Run(tiny_checkpoint, run_dir, "--resume", "auto", "--num-rollout", "1")
+    second = Run(tiny_checkpoint, run_dir, *keep, "--num-rollout", "1")
     assert second.wait(timeout=400) == 0, second.log.read_text()
     assert (second.summary["steps"], second.summary["final_version"]) == (1, newest + 2)
     assert published(run_dir, "early")[0] == list(range(1, newest + 3))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from miles_disagg.config.checks import check
-from miles_disagg.config.flags import flag_names, section_of
+from miles_disagg.config.flags import flag_names, parse_run, section_of
 from miles_disagg.config.machine import Machine
 from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
@@ -333,8 +333,9 @@ def test_flags_of_continuing_a_run_that_cannot_work_are_refused(tmp_path: Path):
     assert "not the directory of a run" in " ".join(problems("--load", str(tmp_path)))
     assert "--resume auto needs --run-dir" in " ".join(problems("--resume", "auto"))
     assert "--save-total-limit has no effect" in " ".join(problems("--save-total-limit", "3"))
-    assert "--no-async-save has no effect" in " ".join(problems("--no-async-save"))
-    assert problems("--no-async-save", "--save-interval", "3") == []
+    waiting = parse_run([*SOUND, "--no-async-save"])
+    assert "--no-async-save has no effect" in " ".join(check(waiting, LAPTOP, {}))
+    assert check(waiting.replace(save_interval=3), LAPTOP, {}) == []
     (tmp_path / "config.yaml").write_text("output: {run-id: mine}")
     assert problems("--load", str(tmp_path), "--run-id", "mine") == []
     assert "--run-id other: the run in --load" in " ".join(problems("--load", str(tmp_path), "--run-id", "other"))

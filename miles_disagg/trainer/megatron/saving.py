@@ -42,7 +42,7 @@ class HostCopies:
         self.idle = threading.Event()
         self.idle.set()
         self.buckets: list[Any] = []
-        self.transforms: list[Any] = []
+        self.transforms: Any = None
         self.described: tuple[Any, Any] | None = None
 
     @contextmanager
@@ -90,7 +90,7 @@ class HostCopies:
 
     def _keep(self, transforms: Any, use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
         """In place of Megatron's writing: nothing is written, and it is told so, item by item."""
-        self.transforms, self.buckets = list(transforms), buckets
+        (self.transforms,), self.buckets = transforms, buckets
         results.put(
             {
                 number: [WriteResult(item.index, 0, _StorageInfo(key, 0, 0)) for item, _ in (*raw, *tensors)]
@@ -122,7 +122,7 @@ class PendingSave:
                     with _Hashed(path) as stream:
                         for item, data in (*raw, *tensors):
                             entries.append(_write_item(
-                                *self._host.transforms, stream, data, item, key,
+                                self._host.transforms, stream, data, item, key,
                                 serialization_format=SerializationFormat.TORCH_SAVE,
                             ))  # fmt: skip
                         stream.sync()
