@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.trainer.base import OptimizerSpec, RankSpec, TrainerSpec
 from tests.trainer import ranks
 from tests.trainer.models import make_batch, make_checkpoint
@@ -25,7 +26,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_one_that_was_killed_is_ne
     context.set_forkserver_preload([ranks.SCENARIOS])
     results = context.Queue()
     process = context.Process(target=ranks.scenario, args=("stuck_while_saving", {
-        "rank": RankSpec(0, 1, "127.0.0.1", ranks.free_port(), local_rank=0),
+        "rank": RankSpec(0, 1, "127.0.0.1", free_port(), local_rank=0),
         "spec": spec, "batch": BATCH, "directory": str(saved), "results": results,
     }))  # fmt: skip
     process.start()
