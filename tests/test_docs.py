@@ -25,7 +25,9 @@ SHELL = {"bash", "sh", "shell", "console"}
 FOREIGN = {"--working-dir", "--head", "--address", "--dashboard-host", "--logdir", "--generate"}
 FOREIGN |= {"--custom-weight-loader", "--disable-radix-cache", "--sleep-on-idle", "--mem-fraction-static", "--no-deps"}
 FOREIGN |= {"--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-max-bs"}
-FOREIGN |= {"--incremental-streaming-output", "--disable-cuda-graph"}
+FOREIGN |= {"--incremental-streaming-output", "--disable-cuda-graph", "--base-gpu-id", "--pd-disaggregation"}
+FOREIGN |= {"--nnodes", "--node-rank", "--dist-init-addr"}
+FOREIGN |= {"--disaggregation-mode", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port"}
 # Programs whose own options are their business.
 OTHERS = {
     "git",

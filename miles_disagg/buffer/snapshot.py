@@ -30,7 +30,8 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
 
 def sample_from_json(data: Mapping[str, Any], prompt: Prompt) -> Sample:
     """Inverse of `sample_to_json`."""
-    mask, teacher = data["loss_mask"], data.get("teacher_logprobs")
+    mask = data["loss_mask"]
+    scored = {name: data.get(name) for name in ("teacher_logprobs", "reference_logprobs")}
     return Sample(
         **{
             **data,
@@ -39,7 +40,7 @@ def sample_from_json(data: Mapping[str, Any], prompt: Prompt) -> Sample:
             "logprobs": tuple(data["logprobs"]),
             "spans": tuple(TokenSpan(first, version) for first, version in data["spans"]),
             "loss_mask": None if mask is None else tuple(mask),
-            "teacher_logprobs": None if teacher is None else tuple(teacher),
+            **{name: None if values is None else tuple(values) for name, values in scored.items()},
         }
     )
 

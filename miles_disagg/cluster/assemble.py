@@ -34,13 +34,14 @@ from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
 from miles_disagg.cluster.resume import Lineage
 from miles_disagg.cluster.run import Run
+from miles_disagg.cluster.scorers import reference_spec, vocabulary_problems
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.config.flags import save_config
 from miles_disagg.config.placement import PlacementPlan, plan_placement
 from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
 from miles_disagg.config.secrets import read_token
-from miles_disagg.domain.errors import MilesDisaggError
+from miles_disagg.domain.errors import ConfigError, MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.gateway.actor import GatewayActor
 from miles_disagg.gateway.app import GatewaySettings
@@ -48,6 +49,7 @@ from miles_disagg.observe.console import RunConsole
 from miles_disagg.observe.events import EventLog, Timeline
 from miles_disagg.observe.metrics import RayMetrics
 from miles_disagg.observe.trackers import JsonlTracker, TensorBoardTracker, Tracker, Trackers, WandbTracker
+from miles_disagg.prompts.tokenizer import load_tokenizer
 from miles_disagg.publish.anchors import AnchorPolicy
 from miles_disagg.rollout.actor import RolloutProducer
 from miles_disagg.store.actor import RemoteLedger, VersionStoreActor
@@ -329,7 +331,13 @@ async def _producer(
     served: Mapping[str, tuple[str, ...]],
     judge: str | None,
 ) -> RemoteProducer:
-    spec = replace(specs.producer_spec(config, endpoint, base.version), models=served, eval_endpoint=judge)
+    reference = reference_spec(config, served)
+    if reference is not None and config.loss.kl_reference in served:  # one at a URL was looked at in the preflight
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.checkpoint)
+        if problems := await vocabulary_problems(tokenizer, reference):
+            raise ConfigError(problems)
+    spec = specs.producer_spec(config, endpoint, base.version)
+    spec = replace(spec, models=served, eval_endpoint=judge, reference=reference)
     producer = RemoteProducer(
         lambda: _start_here(RolloutProducer, config.run_id, "rollout-producer", spec),
         config.timeouts.trainer_start_timeout,

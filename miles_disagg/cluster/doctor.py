@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_disagg.cluster.reach import WAIT_SECONDS, endpoint_lines, meets, port_open
+from miles_disagg.cluster.reach import WAIT_SECONDS, endpoint_lines, meets, port_open, router_lines
 from miles_disagg.cluster.specs import wanted
 from miles_disagg.config.flags import parse_run
 from miles_disagg.config.machine import Machine
@@ -24,7 +24,14 @@ from miles_disagg.config.resolve import is_url, joins_cluster, resolve
 from miles_disagg.config.run import RunConfig
 from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.errors import EngineError, EngineUnavailable, MilesDisaggError, UpdateFailed
-from miles_disagg.engine.discovery import TESTED_SGLANG, Discovered, ModelFacts, differences, discover
+from miles_disagg.engine.discovery import (
+    TESTED_SGLANG,
+    Discovered,
+    ModelFacts,
+    differences,
+    discover,
+    group_differences,
+)
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.store.base import open_store
 from miles_disagg.weights.checkpoint import open_checkpoint
@@ -217,13 +224,22 @@ async def _service(config: RunConfig, probe_group: bool) -> AsyncIterator[Line]:
 async def _attached(config: RunConfig, probe_group: bool) -> AsyncIterator[Line]:
     token = read_token(config.engines.rollout_auth_token_file, "--rollout-auth-token-file")
     model = ModelFacts.read(config.checkpoint)
+    grouped: list[Discovered] = []
+    if config.engines.router_url is not None:
+        async for verdict, what, detail in router_lines(config.engines.router_url, token, config.engines.engine_urls):
+            yield Line(verdict, what, detail)
     for i, address in enumerate(config.engines.rollout_external_engine_addrs):
         engine = SGLangEngine(f"http://{address.removeprefix('http://')}", token, control_timeout=WAIT_SECONDS)
         try:
             async for line in _engine(config, model, engine, f"engine-{i} at {address}", probe_group):
                 yield line
+            if config.engines.router_url is not None:
+                with contextlib.suppress(EngineError):
+                    grouped.append(await discover(engine))
         finally:
             await engine.close()
+    for problem in group_differences(grouped):
+        yield Line("bad", f"the engines behind {config.engines.router_url}", problem)
 
 
 async def _engine(
@@ -241,7 +257,7 @@ async def _engine(
         return
     note = "" if found.embedded or found.version == TESTED_SGLANG else f"; tested with SGLang {TESTED_SGLANG}"
     yield Line("ok", name, found.describe() + note)
-    problems = differences(found, wanted(config, model))
+    problems = differences(found, wanted(config, model), routed=config.engines.router_url is not None)
     for problem in problems:
         yield Line("bad", name, problem)
     if problems:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -27,6 +27,7 @@ from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event
 from miles_disagg.rollout.actor import RolloutEngine, StagingSpec
 from miles_disagg.rollout.host import HostSpec
+from miles_disagg.rollout.node_actor import EngineNode
 from miles_disagg.store.actor import RemoteLedger
 
 log = logging.getLogger(__name__)
@@ -35,13 +36,14 @@ _CONTROL_SECONDS = 30.0
 
 @dataclass
 class Member:
-    """One engine of the fleet. `actor` is None while it is being replaced."""
+    """One engine of the fleet. `actor` is None while it is being replaced; `nodes`: those of further nodes."""
 
     spec: HostSpec
     staging: StagingSpec | None
     plan: GroupPlan | None
     placement: PlacementGroup | None = None
     actor: Any = None
+    nodes: list[Any] = field(default_factory=list)
     url: str | None = None
     num_ranks: int = 1
     failures: int = 0
@@ -88,17 +90,11 @@ class Fleet:
         self._watch = asyncio.create_task(self._supervise(), name="supervise engines")
 
     async def _start(self, member: Member) -> None:
-        name = incarnation(member.spec.replica_id)
-        options: dict[str, Any] = {"name": name, "namespace": member.spec.run_id, "num_cpus": 0}
-        if member.placement is not None and member.plan is not None:
-            bundle = member.plan.bundles[0]
-            options |= {
-                "num_cpus": bundle.cpus,
-                "num_gpus": bundle.gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(member.placement, 0),
-            }
-        actor_class: Any = RolloutEngine
-        member.actor = actor_class.options(**options).remote(member.spec, member.staging, self.ledger.actor)
+        engine, node = cast(Any, RolloutEngine), cast(Any, EngineNode)
+        further = range(1, len(member.plan.bundles)) if member.plan is not None else ()
+        member.nodes = [node.options(**self._place(member, i)).remote() for i in further]
+        place = self._place(member, 0)
+        member.actor = engine.options(**place).remote(member.spec, member.staging, self.ledger.actor, member.nodes)
         timeout = self.timeouts.start + 30
         member.url = await call(member.actor.start.remote(), f"{member.spec.replica_id}: start its engine", timeout)
         status = await call(member.actor.status.remote(), f"{member.spec.replica_id}: status", _CONTROL_SECONDS)
@@ -107,6 +103,21 @@ class Fleet:
             self.say(f"{member.spec.replica_id}: {member.spec.engine_url}: {status['engine']['description']}")
         if member.spec.activation != "reload":
             self.say(f"{member.spec.replica_id}: activation {status['activation']}")
+
+    @staticmethod
+    def _place(member: Member, index: int) -> dict[str, Any]:
+        """Name and place of the actor in the engine's bundle `index`."""
+        part = f"-node-{index}" if index else ""
+        options: dict[str, Any] = {"name": incarnation(f"{member.spec.replica_id}{part}"), "num_cpus": 0}
+        options["namespace"] = member.spec.run_id
+        if member.placement is not None and member.plan is not None:
+            bundle = member.plan.bundles[index]
+            options |= {
+                "num_cpus": bundle.cpus,
+                "num_gpus": bundle.gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(member.placement, index),
+            }
+        return options
 
     # --- supervision ----------------------------------------------------------------------------
 
@@ -124,11 +135,14 @@ class Fleet:
         name = member.spec.replica_id
         try:
             status = await call(member.actor.status.remote(), f"{name}: status", _CONTROL_SECONDS)
+            if status["node_lost"]:
+                raise ActorLost(name, status["node_lost"])
         except ActorLost as error:
             member.failures += 1
             if member.failures > member.spec.restart_limit:
                 return
             self.say(f"{name} died ({error}); starting a new one")
+            await self._end_actors(member)
             await self._start(member)
             return
         await self._count(member, status)
@@ -174,6 +188,11 @@ class Fleet:
             begun = await self._tell(targets, "begin_update", ref)
             if not begun:
                 raise EngineUnavailable(f"no engine could be paused for {ref}")
+            for member in begun:
+                if member.spec.members:  # those of them that answer now
+                    what = f"{member.spec.replica_id}: status"
+                    status = await call(member.actor.status.remote(), what, _CONTROL_SECONDS)
+                    member.num_ranks = status["engine"]["ranks"]
             try:
                 yield begun
             except BaseException as error:
@@ -261,10 +280,18 @@ class Fleet:
             await call(self.gateway.stop.remote(), "gateway: stop", self.timeouts.shutdown)
         ray.kill(self.gateway)
 
-    async def _stop(self, member: Member) -> None:
+    async def _end_actors(self, member: Member) -> None:
+        """Those of its actors that are left, and what they run."""
         if member.actor is not None:
             with contextlib.suppress(MilesDisaggError):
                 await call(member.actor.stop.remote(), f"{member.spec.replica_id}: stop", self.timeouts.shutdown)
             ray.kill(member.actor)
+        for node in member.nodes:
+            with contextlib.suppress(MilesDisaggError):
+                await call(node.stop.remote(), f"{member.spec.replica_id}: stop", self.timeouts.shutdown)
+            ray.kill(node)
+
+    async def _stop(self, member: Member) -> None:
+        await self._end_actors(member)
         if member.placement is not None:
             remove_placement_group(member.placement)

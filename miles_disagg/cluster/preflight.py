@@ -10,9 +10,9 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from miles_disagg.cluster import resume
+from miles_disagg.cluster.scorers import reference_spec, teacher_spec, vocabulary_problems
 from miles_disagg.config.checks import check, within_range
 from miles_disagg.config.flags import flag
 from miles_disagg.config.imports import import_function
@@ -24,7 +24,6 @@ from miles_disagg.prompts.reward import load_reward
 from miles_disagg.prompts.source import DataOptions, DatasetSource, check_tokenizer
 from miles_disagg.prompts.tasks import make_task
 from miles_disagg.prompts.tokenizer import load_tokenizer
-from miles_disagg.rollout.teacher import Teachers, TeacherSpec
 from miles_disagg.store.base import open_store
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.trainer.hf_config import HfModelConfig, read_hf_config
@@ -169,13 +168,6 @@ def _store(config: RunConfig) -> list[str]:
     return [f"{name} {root} is in use by {claim.describe()}: wait for its end, or give another directory"]
 
 
-async def _teachers(config: RunConfig, tokenizer: Any) -> list[str]:
-    """Teachers that do not answer, or that have another vocabulary."""
-    section = config.distillation
-    async with Teachers(TeacherSpec(dict(section.teachers), section.opd_teacher_key, section.opd_timeout)) as teachers:
-        return await teachers.check(tokenizer)
-
-
 def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
     """Tokenizer, then every line of every prompt file: parsed, tokenized, and short enough."""
     try:
@@ -184,8 +176,9 @@ def _prompts(config: RunConfig, model: HfModelConfig) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
-    if config.distillation.use_opd:
-        yield from asyncio.run(_teachers(config, tokenizer))
+    asked = [spec for spec in (teacher_spec(config), reference_spec(config, {})) if spec is not None]
+    if asked:  # a reference that the run starts is asked then
+        yield from asyncio.run(vocabulary_problems(tokenizer, *asked))
     files = [(f"--eval-prompt-data {name}", path, False) for name, path in config.evaluation.datasets.items()]
     if config.data.prompt_data and not config.plugins.data_source_path:
         files.insert(0, ("--prompt-data", config.data.prompt_data, True))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 
 import aiohttp
 
+from miles_disagg.domain.errors import EngineError, EngineUnavailable
 from miles_disagg.domain.versions import VersionRef
+from miles_disagg.engine.router import RouterControl
 from miles_disagg.engine.sglang import SGLangEngine
 
 WAIT_SECONDS = 20.0
@@ -55,6 +57,29 @@ async def endpoint_lines(
         yield "ok", what, f"it and --version-store both name {follows} as the newest version"
     else:
         yield "bad", what, f"it names {follows}, --version-store names {newest}: give both the same store"
+
+
+async def router_lines(
+    url: str, token: str | None, engines: Sequence[str]
+) -> AsyncIterator[tuple[Literal["ok", "bad", "unknown"], str, str]]:
+    """(verdict, what, detail) of an sglang-router in front of `engines`."""
+    name, control = f"router {url}", RouterControl(url, token, timeout=WAIT_SECONDS)
+    try:
+        workers = await control.workers()
+    except EngineUnavailable as error:
+        yield "bad", name, f"{error}; start it, or correct --sglang-router-ip and --sglang-router-port"
+        return
+    except EngineError as error:
+        remedy = "give its API key with --rollout-auth-token-file FILE" if error.status in (401, 403) else "look there"
+        yield "bad", name, f"refuses: {error} ({error.status}); {remedy}"
+        return
+    finally:
+        await control.close()
+    known = sum(engine in workers for engine in engines)
+    yield "ok", name, f"has {known} of the {len(engines)} engines; the run registers the others"
+    for stranger in sorted(workers.keys() - set(engines)):
+        remedy = "add it to --rollout-external-engine-addrs (spelled like that), or remove it from the router"
+        yield "bad", name, f"also sends requests to {stranger}: {remedy}"
 
 
 async def meets(engine: SGLangEngine, ranks: int) -> float:

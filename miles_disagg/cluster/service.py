@@ -31,7 +31,8 @@ from miles_disagg.gateway.canary import canary_of
 from miles_disagg.replica.activation import ActivationLimits
 from miles_disagg.replica.listen import Listen, TlsFiles, log_to_stderr, until_signal
 from miles_disagg.rollout.actor import StagingSpec
-from miles_disagg.rollout.host import EngineCommand, HostSpec
+from miles_disagg.rollout.host import HostSpec
+from miles_disagg.rollout.processes import EngineCommand
 from miles_disagg.rollout.replica_actor import ServiceReplica
 
 log = logging.getLogger(__name__)

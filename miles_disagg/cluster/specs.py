@@ -11,6 +11,7 @@ from miles_disagg.cluster.fleet import FleetTimeouts, Member
 from miles_disagg.cluster.frozen import FrozenMember
 from miles_disagg.cluster.peer import PeerSettings
 from miles_disagg.cluster.preflight import data_options
+from miles_disagg.cluster.scorers import teacher_spec
 from miles_disagg.config.placement import EngineUnit, PlacementPlan
 from miles_disagg.config.run import RunConfig
 from miles_disagg.config.secrets import read_token
@@ -23,8 +24,8 @@ from miles_disagg.replica.peer import PeerOptions
 from miles_disagg.rollout.actor import ProducerSpec, StagingSpec
 from miles_disagg.rollout.base import RolloutOptions, SamplingOptions
 from miles_disagg.rollout.frozen import FrozenSpec
-from miles_disagg.rollout.host import EngineCommand, HostSpec
-from miles_disagg.rollout.teacher import TeacherSpec
+from miles_disagg.rollout.host import HostSpec
+from miles_disagg.rollout.processes import EngineCommand
 from miles_disagg.store.checkout import companion_files
 from miles_disagg.trainer.actor import PublicationSpec
 from miles_disagg.trainer.base import AdvantageSpec, CriticSpec, LossSpec, OptimizerSpec, TrainerSpec
@@ -117,6 +118,7 @@ def loss_spec(config: RunConfig) -> LossSpec:
         entropy_coef=loss.entropy_coef,
         kl_coef=loss.kl_loss_coef if loss.use_kl_loss else 0.0,
         kl_kind=loss.kl_loss_type,
+        kl_reference="served" if loss.kl_reference else "local",
         aggregate=loss.loss_aggregation or mean,
         constant_length=config.rollout.rollout_max_response_len if loss.loss_aggregation == "constant" else None,
         temperature=config.rollout.rollout_temperature,
@@ -173,20 +175,23 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
     engines, model = config.engines, ModelFacts.read(config.checkpoint)
     api_key = read_token(engines.rollout_auth_token_file, "--rollout-auth-token-file")
     units = [group.unit for group in plan.engines]
-    names = [u.name for u in units if u] or [f"engine-{i}" for i in range(len(engines.rollout_external_engine_addrs))]
+    attached = (engines.router_url,) if engines.router_url else engines.engine_urls
+    names = [u.name for u in units if u] or [f"engine-{i}" for i in range(len(attached))]
     members = []
     for i, name in enumerate(names):
         unit = units[i] if units else None
+        staging = _staging(config, name)
         spec = replace(
             _host_spec(config, name, base, gateway_url),
             command=engine_command(config, unit, model) if unit else None,
             peer=peer_options(config) if config.weights.transport == "p2p" else None,
         )
         if not plan.engines:
-            address = f"http://{engines.rollout_external_engine_addrs[i].removeprefix('http://')}"
-            spec = replace(spec, engine_url=address, wanted=wanted(config, model), api_key=api_key)
+            spec = replace(spec, engine_url=attached[i], wanted=wanted(config, model), api_key=api_key)
+            if engines.router_url:
+                spec = replace(spec, members=engines.engine_urls, activation="reload")
         group = plan.engines[i] if plan.engines else None
-        members.append(Member(spec, _staging(config, name), group, num_ranks=max(1, unit.gpus) if unit else 1))
+        members.append(Member(spec, staging, group, num_ranks=max(1, unit.gpus) if unit else 1))
     return members
 
 
@@ -204,7 +209,7 @@ def evaluation_members(config: RunConfig, plan: PlacementPlan, base: VersionRef,
 
 def _host_spec(config: RunConfig, name: str, base: VersionRef, gateway_url: str) -> HostSpec:
     """What all engines of a run have in common."""
-    weights = config.weights
+    weights, staging = config.weights, _staging(config, name)
     return HostSpec(
         replica_id=name,
         base=base,
@@ -216,6 +221,7 @@ def _host_spec(config: RunConfig, name: str, base: VersionRef, gateway_url: str)
         checkpoint=config.checkpoint.absolute(),
         start_timeout=config.timeouts.engine_start_timeout,
         limits=ActivationLimits(load=config.timeouts.update_weights_timeout),
+        staging=staging.directory if staging is not None else None,
     )
 
 
@@ -340,14 +346,6 @@ def producer_spec(config: RunConfig, endpoint: str, version: int) -> ProducerSpe
         teacher=teacher_spec(config),
         buffer_path=config.plugins.custom_async_data_buffer_path,
     )
-
-
-def teacher_spec(config: RunConfig) -> TeacherSpec | None:
-    """The teachers of an on-policy distillation, None without --use-opd."""
-    section = config.distillation
-    if not section.use_opd:
-        return None
-    return TeacherSpec(dict(section.teachers), section.opd_teacher_key, section.opd_timeout)
 
 
 def fleet_timeouts(config: RunConfig) -> FleetTimeouts:

@@ -7,10 +7,11 @@ prompts) is looked at by `cluster.preflight`, through the readers that use them.
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from miles_disagg.config.attached_checks import attached
 from miles_disagg.config.base import bounds_of
 from miles_disagg.config.evaluation_checks import evaluation
 from miles_disagg.config.flags import CONFIG_FILE, SGLANG_PREFIX, closest, flag, load_files, section_of
@@ -33,6 +34,9 @@ _OWNED_SERVER_ARGS = {
     "host": "--gateway-host",
     "port": "--gateway-port",
     "base-gpu-id": "--rollout-num-gpus",
+    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node-rank": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "dist-init-addr": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
 }
 
 
@@ -117,10 +121,7 @@ def _data(config: RunConfig) -> Iterator[str]:
 
 def _topology(config: RunConfig) -> Iterator[str]:
     engines = config.engines
-    if engines.rollout_external and not engines.rollout_external_engine_addrs:
-        yield "--rollout-external needs --rollout-external-engine-addrs HOST:PORT ..."
-    if engines.rollout_external_engine_addrs and not engines.rollout_external:
-        yield "--rollout-external-engine-addrs has no effect without --rollout-external: give both"
+    yield from attached(config)
     if bool(engines.rollout_endpoint) != bool(engines.version_store):
         yield "--rollout-endpoint and --version-store go together: the service follows that store; give both"
     if engines.rollout_auth_token_file:
@@ -134,7 +135,6 @@ def _topology(config: RunConfig) -> Iterator[str]:
         yield "--rollout-endpoint and --rollout-external are different topologies: drop one"
     if engines.rollout_endpoint and not engines.rollout_endpoint.startswith(("http://", "https://")):
         yield f"--rollout-endpoint {engines.rollout_endpoint} is not an http:// or https:// URL"
-    yield from _external_addresses(engines.rollout_external_engine_addrs)
     if engines.topology != "managed":
         for field in ("rollout_num_gpus", "num_rollout_engines", "sglang_args", "sglang_python"):
             if getattr(engines, field):
@@ -214,17 +214,6 @@ def _sharing(config: RunConfig) -> Iterator[str]:
             f"--actor-gpu-fraction {trainer.actor_gpu_fraction:g} with --update-weight-transport broadcast: NCCL "
             "refuses two processes on one GPU; add --update-weight-transfer-mode disk-delta (or disk-full)"
         )
-
-
-def _external_addresses(addresses: Iterable[str]) -> Iterator[str]:
-    seen = set()
-    for address in addresses:
-        host, colon, port = address.removeprefix("http://").rpartition(":")
-        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-            yield f"--rollout-external-engine-addrs: {address!r} is not HOST:PORT"
-        if address in seen:
-            yield f"--rollout-external-engine-addrs: {address} is given twice"
-        seen.add(address)
 
 
 def _sglang(config: RunConfig) -> Iterator[str]:

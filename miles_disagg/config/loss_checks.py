@@ -1,11 +1,14 @@
 """Advantages, loss, critic, teacher and schedule: what cannot work together. Everything else is `checks`."""
 
+import contextlib
 from collections.abc import Iterator
 
 from miles_disagg.config.flags import flag
 from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
+from miles_disagg.config.server_groups import read_server_groups
 from miles_disagg.config.trainer import CriticConfig, DistillationConfig, LossConfig
+from miles_disagg.domain.errors import ConfigError
 
 
 def loss(config: RunConfig) -> Iterator[str]:
@@ -25,6 +28,7 @@ def loss(config: RunConfig) -> Iterator[str]:
         yield f"--disable-grpo-std-normalization has no effect with --advantage-estimator {section.advantage_estimator}"
     if section.objective == "cispo" and section.eps_clip_c is not None:
         yield "--eps-clip-c has no effect with --policy-loss cispo, which has no dual clip: drop it"
+    yield from _reference(config)
     if section.kl_loss_coef > 0 and not section.use_kl_loss:
         yield "--kl-loss-coef has no effect without --use-kl-loss: give both"
     if optimizer.min_lr > optimizer.lr:
@@ -35,6 +39,33 @@ def loss(config: RunConfig) -> Iterator[str]:
             f"--lr-decay-style {optimizer.lr_decay_style}: --lr-warmup-iters {optimizer.lr_warmup_iters} leaves "
             f"nothing of the {steps} steps of --lr-decay-iters"
         )
+
+
+def _reference(config: RunConfig) -> Iterator[str]:
+    """A served reference: one to ask, for a term that there is, at temperature 1."""
+    section, file = config.loss, config.engines.sglang_config
+    name = section.kl_reference
+    if name is None:
+        if section.kl_reference_timeout != LossConfig().kl_reference_timeout:
+            yield "--kl-reference-timeout has no effect without --kl-reference: give both"
+        return
+    if not section.use_kl_loss or not section.kl_loss_coef:
+        yield "--kl-reference has no effect without --use-kl-loss and --kl-loss-coef: give all three"
+    if config.rollout.rollout_temperature != 1:
+        yield (
+            f"--kl-reference with --rollout-temperature {config.rollout.rollout_temperature:g}: a server's logprobs "
+            "are those of temperature 1; set --rollout-temperature 1, or drop it for a reference in the trainer"
+        )
+    if name.startswith(("http://", "https://")):
+        return
+    if file is None:
+        yield f"--kl-reference {name!r} is no http:// or https:// URL, and no --sglang-config names frozen models"
+        return
+    with contextlib.suppress(ConfigError):  # what is wrong with the file is said by `checks`
+        frozen = [m.name for m in read_server_groups(file, config.model.hf_checkpoint) if not m.updates]
+        if name not in frozen:
+            there = ", ".join(frozen) or "none"
+            yield f"--kl-reference {name!r} is not a frozen model of --sglang-config {file} (there are: {there})"
 
 
 def _corrections(section: LossConfig) -> Iterator[str]:

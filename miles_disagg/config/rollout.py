@@ -91,6 +91,10 @@ class EngineConfig(Section):
     """Attach to engines that somebody else runs, at --rollout-external-engine-addrs."""
     rollout_external_engine_addrs: tuple[str, ...] = ()
     """HOST:PORT of every attached engine."""
+    sglang_router_ip: str | None = None
+    """Host of an sglang-router that is already there in front of all attached engines; they are updated together."""
+    sglang_router_port: Annotated[int, Bounds(low=1, high=65535)] | None = None
+    """Its port."""
     rollout_endpoint: str | None = None
     """URL of an independent rollout service; needs --version-store."""
     rollout_auth_token_file: str | None = None
@@ -106,6 +110,19 @@ class EngineConfig(Section):
         if self.rollout_endpoint:
             return "service"
         return "attached" if self.rollout_external else "managed"
+
+    @property
+    def router_url(self) -> str | None:
+        """The router in front of the attached engines, None without one."""
+        if self.sglang_router_ip is None or self.sglang_router_port is None:
+            return None
+        host = f"[{self.sglang_router_ip}]" if ":" in self.sglang_router_ip else self.sglang_router_ip
+        return f"http://{host}:{self.sglang_router_port}"
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The attached engines."""
+        return tuple(f"http://{a.removeprefix('http://')}" for a in self.rollout_external_engine_addrs)
 
     @property
     def num_managed_engines(self) -> int:

@@ -113,6 +113,11 @@ class LossConfig(Section):
     """Weight of the KL term."""
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
     """KL estimator; low_var_kl is k3, clipped to [-10, 10]."""
+    kl_reference: str | None = None
+    """Server that scores the sampled tokens for the KL term, instead of a second copy of the base model in the trainer:
+    the name of a frozen model of --sglang-config, or a URL."""
+    kl_reference_timeout: PositiveFloat = 120.0
+    """Seconds that the served reference may take for one sample."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     use_tis: bool = False

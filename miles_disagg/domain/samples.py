@@ -38,7 +38,8 @@ class Sample:
     tokens: response token ids, length n. logprobs: log-probability of each token under the policy version that
     wrote it (behaviour policy), length n, natural log. spans: which version wrote which tokens, covering [0, n).
     loss_mask: 1 for tokens the policy wrote and is trained on, length n (None: all ones).
-    teacher_logprobs: of each token under the teacher of a distillation, length n (None: no teacher was asked).
+    teacher_logprobs, reference_logprobs: of each token under the teacher of a distillation and under a served
+    reference, length n (None: nobody was asked).
     timings: seconds by name (`queue`, `generate`, `reward`) and `submitted`/`finished` as Unix times.
     """
 
@@ -58,6 +59,7 @@ class Sample:
     timings: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     teacher_logprobs: tuple[float, ...] | None = None
+    reference_logprobs: tuple[float, ...] | None = None
 
     @property
     def oldest_version(self) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,7 @@ class Discovered:
     on_gpu: bool
     context_length: int | None
     weight_version: str
+    bootstrap_port: int | None = None  # of a prefill worker
 
     @property
     def gpus(self) -> int:
@@ -136,23 +137,42 @@ def discovered(url: str, info: Mapping[str, Any], model: Mapping[str, Any]) -> D
         on_gpu=not str(info.get("device") or "cuda").startswith("cpu"),
         context_length=int(info["context_length"]) if info.get("context_length") else None,
         weight_version=str(info.get("weight_version")),
+        bootstrap_port=info.get("disaggregation_bootstrap_port") if mode == "prefill" else None,
     )
 
 
-def differences(found: Discovered, wanted: Wanted) -> list[str]:
+def differences(found: Discovered, wanted: Wanted, *, routed: bool = False) -> list[str]:
     """What makes the engine unusable for the run, each by name with the remedy; empty if it can be used.
 
-    Not among them: the version it serves now (it is given the run's), its tokenizer, sizes of caches and batches.
+    routed: it is one of those behind a router. Not among the differences: the version it serves now (it is given the
+    run's), its tokenizer, sizes of caches and batches.
     """
-    return list(_differences(found, wanted))
+    return list(_differences(found, wanted, routed))
 
 
-def _differences(found: Discovered, wanted: Wanted) -> Iterator[str]:
+def group_differences(found: Sequence[Discovered]) -> list[str]:
+    """What keeps engines behind one router from being used as one; empty if they can be."""
+    by_kind: dict[str, list[str]] = {}
+    for member in found:
+        by_kind.setdefault(member.worker_type, []).append(member.url)
+    problems = []
+    if "regular" in by_kind and len(by_kind) > 1:
+        others = ", ".join(url for kind in ("prefill", "decode") for url in by_kind.get(kind, ()))
+        problems.append(f"regular workers ({', '.join(by_kind['regular'])}) beside prefill/decode workers ({others})")
+    for kind, other in (("prefill", "decode"), ("decode", "prefill")):
+        if kind in by_kind and other not in by_kind:
+            problems.append(f"{kind} workers ({', '.join(by_kind[kind])}) without any {other} worker: add its address")
+    if len({member.quantization for member in found}) > 1:
+        problems.append("quantization differs: " + ", ".join(f"{m.url} has {m.quantization}" for m in found))
+    return problems
+
+
+def _differences(found: Discovered, wanted: Wanted, routed: bool) -> Iterator[str]:
     model = wanted.model
-    if found.worker_type != "regular":
+    if found.worker_type != "regular" and not routed:
         yield (
-            f"worker type is {found.worker_type}: it cannot answer alone; give the address of the router in front of "
-            "its prefill/decode group"
+            f"worker type is {found.worker_type}: it cannot answer alone; give the address of all its prefill and "
+            "decode workers, and the router in front of them with --sglang-router-ip and --sglang-router-port"
         )
     if not found.generates:
         yield "it does not generate (is_generation false): start it with a causal language model"

@@ -62,6 +62,21 @@ class LaunchSpec:
         return f"http://{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class NodeRank:
+    """Place of one process in an SGLang engine that spans `count` nodes. meet: HOST:PORT on the first one's node, which
+    all reach."""
+
+    rank: int
+    count: int
+    meet: str
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """As a server's arguments."""
+        return ("--nnodes", str(self.count), "--node-rank", str(self.rank), "--dist-init-addr", self.meet)
+
+
 def embedded(
     model_path: str | Path,
     *,

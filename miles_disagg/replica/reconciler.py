@@ -11,9 +11,10 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from miles_disagg.domain.errors import (
     DeadlineExceeded,
@@ -45,13 +46,26 @@ class ReconcilerSettings:
     backoff_cap: float = 15.0
 
 
+class Group(Protocol):
+    """Engines that serve as one (`engine.group`): some of them may be out, and some of those may answer again."""
+
+    @property
+    def returned(self) -> Sequence[object]:
+        """Those that are out and answer."""
+        ...
+
+    async def readmit(self, path: str, version: str) -> list[str]:
+        """Load `version` into them and count them in; their URLs."""
+        ...
+
+
 class Reconciler:
     """See the module. `run` until cancelled; every error is logged, remembered in `last_error` and retried.
 
     stager None: versions come by broadcast from the trainer; the loop then only watches the engine, and serves again
     what a restarted engine says it holds. follow: False for a replica that stays where it is until `hold` names
-    another version. admit: raises what speaks against an engine that answers while it is fenced:
-    whoever runs it may have started another one at that address.
+    another version. admit: raises what speaks against an engine that answers while it is fenced: whoever runs it may
+    have started another one at that address. group: the engine, if it is several.
     """
 
     def __init__(
@@ -64,8 +78,9 @@ class Reconciler:
         settings: ReconcilerSettings | None = None,
         admit: Callable[[], Awaitable[None]] | None = None,
         follow: bool = True,
+        group: Group | None = None,
     ):
-        self._admit, self._follow = admit, follow
+        self._admit, self._follow, self._group = admit, follow, group
         self._replica, self._source, self._stager, self._sink = replica, source, stager, sink
         self._settings = settings or ReconcilerSettings()
         self._wake = asyncio.Event()
@@ -134,6 +149,7 @@ class Reconciler:
         self._wake.clear()
         await self._check_engine()
         await self._acknowledge()
+        await self._readmit()
         target = await self._target()
         if target is None or target == self._replica.applied or self._stager is None:
             await self._idle()
@@ -142,6 +158,16 @@ class Reconciler:
             await asyncio.sleep(min(0.05, self._settings.engine_check))
             return
         await self._advance(target, self._stager)
+
+    async def _readmit(self) -> None:
+        """Give engines of a group that answer again what the others serve. Here, since nothing is materialized now."""
+        activator, gate = self._replica.activator, self._replica.gate
+        if self._group is None or not self._group.returned or activator.busy or gate.phase is not Phase.OPEN:
+            return
+        good = activator.last_good  # None under broadcast: there they take part in the next update
+        if good is not None and good.ref == gate.served:
+            async with activator.undisturbed(), _deadline("engines to be readmitted", self._settings.materialize):
+                await self._group.readmit(str(good.path), str(good.ref))
 
     async def _target(self) -> VersionRef | None:
         async with _deadline("the newest version from the store", self._settings.store):

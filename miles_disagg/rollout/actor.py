@@ -37,6 +37,7 @@ from miles_disagg.rollout.base import GenerationClient, RolloutOptions, Sampling
 from miles_disagg.rollout.continuation import ContinuingClient
 from miles_disagg.rollout.evaluate import evaluate
 from miles_disagg.rollout.host import EngineHost, HostSpec
+from miles_disagg.rollout.node_actor import RemoteNode
 from miles_disagg.rollout.pool import RolloutClient
 from miles_disagg.rollout.producer import Producer
 from miles_disagg.rollout.teacher import TaughtClient, Teachers, TeacherSpec
@@ -59,9 +60,9 @@ class StagingSpec:
 
 @ray.remote(max_restarts=0)
 class RolloutEngine:
-    """One engine, its replica and its reconciler."""
+    """One engine, its replica and its reconciler. nodes: EngineNode actors of the further nodes that it spans."""
 
-    def __init__(self, spec: HostSpec, staging: StagingSpec | None, store: Any):
+    def __init__(self, spec: HostSpec, staging: StagingSpec | None, store: Any, nodes: Sequence[Any] = ()):
         ledger = RemoteLedger(store)
 
         def stager() -> DiskStager:
@@ -71,7 +72,11 @@ class RolloutEngine:
             return DiskStager(objects, staging.directory, staging.base, reader=spec.replica_id, pre_read=pre_read)
 
         sink = ledger if spec.follow else None  # who does not follow must not be waited for
-        self._host = EngineHost(spec, source=ledger, stager=stager if staging else None, sink=sink)
+        others = [RemoteNode(node, f"{spec.replica_id}: node {i}") for i, node in enumerate(nodes, 1)]
+        self._host = EngineHost(
+            spec, source=ledger, stager=stager if staging else None, sink=sink, nodes=others,
+            address=ray.util.get_node_ip_address(),
+        )  # fmt: skip
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL."""
@@ -152,6 +157,7 @@ class ProducerSpec:
     source_path: str | None = None
     filter_path: str | None = None
     teacher: TeacherSpec | None = None
+    reference: TeacherSpec | None = None
     buffer_path: str | None = None
     eval_endpoint: str | None = None
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -197,8 +203,8 @@ class RolloutProducer:
         self._clients: list[RolloutClient] = []
         generate = self._client(spec.endpoint, tokenizer)
         self._judge = self._client(spec.eval_endpoint, tokenizer) if spec.eval_endpoint else generate
-        self._teachers = Teachers(spec.teacher) if spec.teacher else None
-        taught = TaughtClient(generate, self._teachers) if self._teachers else generate
+        self._scorers = [Teachers(asked) for asked in (spec.teacher, spec.reference) if asked]
+        taught = TaughtClient(generate, *self._scorers) if self._scorers else generate
         chosen = import_function(spec.filter_path, "--dynamic-sampling-filter-path") if spec.filter_path else None
         self._buffer = make_buffer(spec.buffer_path, spec.buffer_groups)
         self._producer = Producer(
@@ -288,6 +294,6 @@ class RolloutProducer:
         """Release connections and reward workers."""
         for client in self._clients:
             await client.close()
-        if self._teachers is not None:
-            await self._teachers.close()
+        for scorer in self._scorers:
+            await scorer.close()
         await self._reward.close()

@@ -15,7 +15,7 @@ import ray
 
 from miles_disagg.domain.errors import MilesDisaggError
 from miles_disagg.engine import launch
-from miles_disagg.rollout.host import EngineCommand
+from miles_disagg.rollout.processes import EngineCommand
 
 log = logging.getLogger(__name__)
 _WATCH_SECONDS = 0.5

@@ -24,48 +24,26 @@ from miles_disagg.domain.errors import (
     MilesDisaggError,
 )
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.engine import launch
-from miles_disagg.engine.base import Engine, PauseMode
+from miles_disagg.engine.base import PauseMode
 from miles_disagg.engine.discovery import Discovered, Wanted, differences, discover
+from miles_disagg.engine.group import RoutedEngine
+from miles_disagg.engine.members import FoundGroup
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.observe.events import Timeline
 from miles_disagg.replica.activation import Activation, ActivationLimits
 from miles_disagg.replica.app import ReplicaServer, serve
 from miles_disagg.replica.base import ActivationSink, LatestSource, Stager
-from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable, Plugin
+from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable
 from miles_disagg.replica.listen import Listen
 from miles_disagg.replica.peer import PeerOptions, PeerReceiver
-from miles_disagg.replica.proof import CannotLook, ProvenStager, Prover
+from miles_disagg.replica.proof import ProvenStager, Prover
 from miles_disagg.replica.reconciler import Reconciler
 from miles_disagg.replica.relay_links import RelayedStore
 from miles_disagg.replica.replica import Replica, ReplicaSettings
+from miles_disagg.rollout.exports import Exports
+from miles_disagg.rollout.processes import EngineCommand, EngineProcesses, Node, NodeLost
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineCommand:
-    """The engine's process: kind, checkpoint, device (`cpu`, `cuda`), SGLang's python, further arguments, log file."""
-
-    kind: Literal["embedded", "sglang"]
-    model_path: str
-    device: str
-    log_path: Path
-    python: str | None = None
-    args: tuple[str, ...] = ()
-
-    def spec(self, port: int, version: VersionRef | None, host: str = "127.0.0.1") -> launch.LaunchSpec:
-        """The command line on `host:port`, stamped `version` (None: of no run)."""
-        common: dict[str, Any] = {
-            "host": host,
-            "port": port,
-            "device": self.device,
-            "weight_version": "default" if version is None else str(version),
-            "args": self.args,
-        }
-        if self.kind == "sglang":
-            return launch.sglang(self.model_path, python=self.python, **common)
-        return launch.embedded(self.model_path, **common)
 
 
 @dataclass(frozen=True)
@@ -73,18 +51,20 @@ class HostSpec:
     """What one engine host runs.
 
     command: how to start the engine's process (None: `engine_url` is an attached engine's, which must fit `wanted`
-    if that is given). base: version of the checkpoint that the process is started from (None: of no run; it serves once
-    it was given a version). gateways: URLs that the replica registers with. checkpoint: the run's base on this host,
-    needed for in-place activation. hang_limit: silence after which a process is killed and started again.
+    if that is given; with `members` it is a router's, and they are the engines behind it). base: version of the
+    checkpoint that the process is started from (None: of no run; it serves once it was given a version). gateways:
+    URLs that the replica registers with. checkpoint: the run's base on this host, needed for in-place activation.
+    hang_limit: silence after which a process is killed and started again.
     verify_interval: between looks at the live weights (None: never). follow: False for an engine that only evaluates:
     it serves the version that `pin` named last, not the newest. zone: where this host is, for relays. peer: how
-    weights come peer to peer (None: they do not). Times in seconds.
+    weights come peer to peer (None: they do not). staging: where versions are built here. Times in seconds.
     """
 
     replica_id: str
     base: VersionRef | None
     command: EngineCommand | None
     engine_url: str | None = None
+    members: tuple[str, ...] = ()
     wanted: Wanted | None = None
     gateways: tuple[str, ...] = ()
     listen: Listen = field(default_factory=Listen)
@@ -102,6 +82,7 @@ class HostSpec:
     follow: bool = True
     zone: str = ""
     peer: PeerOptions | None = None
+    staging: Path | None = None
 
     @property
     def run_id(self) -> str | None:
@@ -110,7 +91,8 @@ class HostSpec:
 
 
 class EngineHost:
-    """See the module. `stager` and `source` are None where versions come by broadcast alone."""
+    """See the module. `stager` and `source` are None where versions come by broadcast alone. nodes: further ones that
+    the engine spans, which reach this one at `address`."""
 
     def __init__(
         self,
@@ -120,38 +102,43 @@ class EngineHost:
         stager: Callable[[], Stager] | None,
         sink: ActivationSink | None,
         relay: RelayedStore | None = None,
+        nodes: Sequence[Node] = (),
+        address: str = "127.0.0.1",
     ):
         self._relay = relay
         self.spec, self._source, self._make_stager, self._sink = spec, source, stager, sink
         self.timeline = Timeline(spec.replica_id)
-        self._process: launch.EngineProcess | None = None
-        self._port = 0
+        self._processes: EngineProcesses | None = None
+        if spec.command is not None:
+            self._processes = EngineProcesses(spec.command, spec.base, spec.start_timeout, nodes, address)
         self._server: ReplicaServer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._stager: ProvenStager | None = None
         self._proving: asyncio.Task[None] | None = None
         self._reconciler: Reconciler | None = None
-        self.found: Discovered | None = None
+        self.found: Discovered | FoundGroup | None = None
         self.replica: Replica | None = None
         self.restarts = 0
         self.process_up = False
         self.failure: str | None = None
+        self.node_lost: str | None = None
         self.activation = "reload"
         self._loader: InPlaceLoader | None = None
-        self._plugin: Plugin | None = None
+        self._exports: Exports | None = None
         self.peer: PeerReceiver | None = None
 
     async def start(self) -> str:
         """Start the engine and serve it; the replica's URL. EngineStartError carries the engine's last lines."""
         spec = self.spec
-        url = spec.engine_url or await self._launch()
-        engine = SGLangEngine(url, spec.api_key)
+        url = spec.engine_url or await self._launch(self._managed())
+        engine = RoutedEngine(url, spec.members, spec.api_key) if spec.members else SGLangEngine(url, spec.api_key)
         settings = ReplicaSettings(spec.replica_id, spec.mode, spec.max_in_flight, activation=spec.limits)
         try:
             if spec.wanted is not None:
                 await self._find(engine, spec.wanted)
             self._loader = await self._in_place(engine)
             self.replica = Replica(settings, engine, loader=self._loader)
+            self._exports = Exports(engine, self.replica.activator, spec.checkpoint, self._loader)
             if spec.peer is not None and spec.checkpoint is not None:
                 name = spec.replica_id
                 self.peer = PeerReceiver(name, engine, self.replica.activator, spec.checkpoint, spec.peer)
@@ -168,8 +155,15 @@ class EngineHost:
                     await self._stager.materialize(spec.base)
             if self._source is not None and (self._stager is not None or spec.command is None):
                 admit = None if spec.wanted is None else lambda: self._check(engine)
+                group = engine if isinstance(engine, RoutedEngine) else None
                 self._reconciler = Reconciler(
-                    self.replica, self._source, self._stager, sink=self._sink, admit=admit, follow=spec.follow
+                    self.replica,
+                    self._source,
+                    self._stager,
+                    sink=self._sink,
+                    admit=admit,
+                    follow=spec.follow,
+                    group=group,
                 )
             self._server = await _serve(self.replica, self._reconciler, spec, self._relay)
             if served is not None and self._sink is not None:
@@ -178,18 +172,20 @@ class EngineHost:
             await self.stop()
             raise
         if self._stager is not None and spec.verify_interval is not None:
-            prover = Prover(self.replica, self._stager, spec.verify_interval, self._exported)
+            prover = Prover(self.replica, self._stager, spec.verify_interval, self._exports.digests)
             self._proving = asyncio.create_task(prover.run(), name=f"prove {spec.replica_id}")
         if spec.command is not None:
             self._watch = asyncio.create_task(self._watch_process(), name=f"watch {spec.replica_id}")
         return self._server.url
 
-    async def _find(self, engine: SGLangEngine, wanted: Wanted) -> None:
-        """Wait for an attached engine and see that it fits. DeadlineExceeded or EngineMismatch."""
+    async def _find(self, engine: SGLangEngine | RoutedEngine, wanted: Wanted) -> None:
+        """Wait for an attached engine (all behind a router) and see that it fits. DeadlineExceeded, EngineMismatch."""
         begun = time.monotonic()
         while True:
             try:
                 await self._check(engine)
+                if isinstance(engine, RoutedEngine):
+                    await engine.open(self.spec.start_timeout)
                 return
             except EngineUnavailable as error:
                 if time.monotonic() - begun > self.spec.start_timeout:
@@ -198,14 +194,17 @@ class EngineHost:
                     raise DeadlineExceeded(what, self.spec.start_timeout, remedy) from None
                 await asyncio.sleep(1.0)
 
-    async def _check(self, engine: SGLangEngine) -> None:
+    async def _check(self, engine: SGLangEngine | RoutedEngine) -> None:
         """Look at what runs there; EngineMismatch if the run cannot use it."""
         assert self.spec.wanted is not None
+        if isinstance(engine, RoutedEngine):
+            self.found = await engine.look(self.spec.wanted)
+            return
         self.found = await discover(engine)
         if problems := differences(self.found, self.spec.wanted):
             raise EngineMismatch(engine.url, problems)
 
-    async def _in_place(self, engine: SGLangEngine) -> InPlaceLoader | None:
+    async def _in_place(self, engine: SGLangEngine | RoutedEngine) -> InPlaceLoader | None:
         """A loader for in-place activation if it is wanted and works; `activation` then says which is used and why."""
         spec = self.spec
         if spec.activation == "reload" or self._make_stager is None or spec.checkpoint is None or spec.base is None:
@@ -229,47 +228,56 @@ class EngineHost:
         self.activation = f"in-place: {found['elements']:,} elements in {found['rows']} pieces mapped and checked"
         return loader
 
-    async def _launch(self) -> str:
-        """Start the process on a free port (the same one at a restart) and wait until it answers."""
-        command = self.spec.command
-        assert command is not None
-        self._process = await launch.EngineProcess.started(
-            lambda port: command.spec(port, self.spec.base), command.log_path,
-            host="127.0.0.1", port=self._port, timeout=self.spec.start_timeout,
-        )  # fmt: skip
-        self._port = self._process.spec.port
+    async def _launch(self, processes: EngineProcesses) -> str:
+        """Start the engine's processes, and see that all of their nodes see what this one builds."""
+        url = await processes.start()
+        directory = self.spec.staging
+        if processes.further and directory is not None:
+            await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            if blind := await processes.blind_to(directory):
+                raise EngineError(
+                    f"node(s) {', '.join(map(str, blind))} of this engine do not see {directory}, where its versions "
+                    "are built: put --update-weight-local-checkpoint-dir on a file system that all nodes of an engine "
+                    "mount, or use --update-weight-transfer-mode broadcast"
+                )
         self.process_up = True
-        return self._process.url
+        return url
 
     async def _watch_process(self) -> None:
-        """Restart an engine process that died or hangs; the reconciler (or the trainer, under broadcast) brings it up
-        to date."""
-        replica, answered = self._running(), time.monotonic()
+        """Restart an engine that died or hangs; the reconciler (or the trainer, under broadcast) brings it up to date.
+
+        Ends where a node is lost: whoever placed the engine has to place it anew.
+        """
+        replica, processes, answered = self._running(), self._managed(), time.monotonic()
         while True:
             await asyncio.sleep(self.spec.watch_interval)
             if self._reconciler is None or not self._reconciler.engine_lost:
                 answered = time.monotonic()
-            if self._process is None:
-                continue
-            if self._process.exit_code is None:
+            try:
+                reason = await processes.ended()
+            except NodeLost as error:
+                self.process_up, self.node_lost = False, str(error)
+                replica.activator.fence(self.node_lost)
+                return
+            if reason is None:
                 if time.monotonic() - answered > self.spec.hang_limit:
                     log.warning("%s: the engine did not answer for %g s", self.spec.replica_id, self.spec.hang_limit)
-                    self._process.kill()
+                    processes.kill()
                     answered = time.monotonic()
                 continue
             self.process_up = False
-            reason = f"the engine process ended with status {self._process.exit_code}"
             log.warning("%s: %s; restarting it", self.spec.replica_id, reason)
             replica.activator.fence(reason, whole=True)  # a process that starts over holds the whole base
             if self.restarts >= self.spec.restart_limit:
-                self.failure = f"{reason}; given up after {self.restarts} restarts. {self._process.log_tail()}"
+                self.failure = f"{reason}; given up after {self.restarts} restarts. {processes.log_tail()}"
                 return
             self.restarts += 1
             with self.timeline.span("restart_engine"):
                 try:
-                    await self._process.stop()
-                    await self._launch()
-                    self._plugin = None
+                    await processes.stop()
+                    await self._launch(processes)
+                    if self._exports is not None:
+                        self._exports.close()
                     if self._loader is not None and self.spec.base is not None:
                         await self._loader.reopen(self.spec.base, self.spec.checkpoint)
                     await replica.attach(self.spec.run_id)
@@ -303,7 +311,10 @@ class EngineHost:
 
     def in_group(self, name: str) -> bool:
         """True if the engine's present process is in the trainer's group `name`."""
-        return name in self._running().activator.groups
+        replica = self._running()
+        return name in replica.activator.groups and (
+            not isinstance(replica.engine, RoutedEngine) or replica.engine.joined(name)
+        )
 
     async def destroy_group(self, name: str) -> None:
         """Let the engine leave the trainer's group."""
@@ -350,7 +361,11 @@ class EngineHost:
         replica = self._running()
         up = self.process_up if self.spec.command is not None else self._answers()
         own = {"process_up": up, "restarts": self.restarts, "failure": self.failure, "timings": replica.timings}
+        own["node_lost"] = self.node_lost
         own["activation"] = self.activation
+        if isinstance(replica.engine, RoutedEngine):
+            self.found = replica.engine.members.found()
+            own["out"] = {m.url: {"why": m.out, "answers": m.answers} for m in replica.engine.members.missing}
         own["engine"] = None if self.found is None else self.found.to_json()
         own["peer"] = self.peer.describes if self.peer is not None else None
         own["loader"] = self._loader.describe() if self._loader is not None else None
@@ -371,35 +386,12 @@ class EngineHost:
             return await replica.engine.weights_digest()
         if self.peer is not None:
             return await self.peer.digests()
-        return await self._exported()
+        assert self._exports is not None
+        return await self._exports.digests()
 
-    async def _exported(self) -> dict[str, str]:
-        """Digests of the live weights that the plugin in the engine copies out; CannotLook if it is not there."""
-        replica, spec = self._running(), self.spec
-        if spec.checkpoint is None:
-            raise CannotLook("the run's base checkpoint is not known here")
-        async with replica.activator.undisturbed():
-            if self._loader is not None:
-                return await self._loader.plugin.digests(spec.checkpoint)
-            if self._plugin is None:
-                self._plugin = await self._opened(replica.engine, spec.checkpoint)
-            try:
-                return await self._plugin.digests(spec.checkpoint)
-            except InPlaceUnavailable:  # the engine was started anew: another session next time
-                self._plugin.close()
-                self._plugin = None
-                raise
-
-    async def _opened(self, engine: Engine, checkpoint: Path) -> Plugin:
-        plugin = Plugin(engine)
-        await engine.pause("in_place")  # else it waits for every running request
-        try:
-            await plugin.open(checkpoint)
-        except InPlaceUnavailable as error:
-            raise CannotLook(str(error)) from error
-        finally:
-            await engine.resume()
-        return plugin
+    def _managed(self) -> EngineProcesses:
+        assert self._processes is not None
+        return self._processes
 
     def _running(self) -> Replica:
         if self.replica is None:
@@ -417,7 +409,7 @@ class EngineHost:
                     await task
         if self._server is not None:
             await self._server.stop(drain_seconds)
-        for plugin in (self._plugin, self._loader and self._loader.plugin, self.peer):
+        for plugin in (self._exports, self._loader and self._loader.plugin, self.peer):
             if plugin is not None:
                 plugin.close()
         if self.replica is not None:
@@ -425,8 +417,8 @@ class EngineHost:
             await self.replica.engine.close()
         if self._stager is not None:
             self._stager.close()
-        if self._process is not None:
-            await self._process.stop()
+        if self._processes is not None:
+            await self._processes.stop()
 
 
 async def _serve(

@@ -1,17 +1,18 @@
-"""Teachers of an on-policy distillation: frozen servers that say how likely each sampled token is to them.
+"""Frozen servers that say how likely each sampled token is to them: teachers of a distillation, the KL's reference.
 
 Any server that speaks SGLang's `/generate` (SGLang itself, the embedded engine); nothing is ever written to it. What
-the logprobs do to the advantages is `trainer.losses.distilled`.
+the logprobs do to advantages and loss is `trainer.losses`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -20,17 +21,20 @@ from miles_disagg.domain.samples import Prompt, Sample
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.rollout.base import GenerationClient, SamplingOptions
 
-FLAG = "--opd-teacher-urls"
 _PROBES = 256  # tokens of the vocabulary, evenly spread, that a teacher must tokenize as the policy does
 
 
 @dataclass(frozen=True)
 class TeacherSpec:
-    """urls: by name, `default` for samples that name none. key: of the prompt's metadata with the name. timeout: s."""
+    """urls: by name, `default` for samples that name none. key: of the prompt's metadata with the name (None: any of
+    the urls, in turn: they serve one model). timeout: s. role: what it is to the run; the flags are for messages."""
 
     urls: Mapping[str, str]
-    key: str
+    key: str | None
     timeout: float
+    role: Literal["teacher", "reference"] = "teacher"
+    flag: str = "--opd-teacher-urls"
+    timeout_flag: str = "--opd-timeout"
 
 
 class Teachers:
@@ -38,7 +42,13 @@ class Teachers:
 
     def __init__(self, spec: TeacherSpec):
         self._spec = spec
+        self._turns = itertools.cycle(spec.urls.values())
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def role(self) -> str:
+        """What they are to the run."""
+        return self._spec.role
 
     async def __aenter__(self) -> Teachers:
         return self
@@ -66,12 +76,13 @@ class Teachers:
             try:
                 pairs = await self._ask(url, {"text": text})
             except SampleRejected as error:
-                problems.append(f"{FLAG} {url}: {error.detail}")
+                problems.append(f"{self._spec.flag} {url}: {error.detail}")
                 continue
             theirs = [token for _, token in pairs]
             if (at := _differ_at(ours, theirs)) is not None:
                 problems.append(
-                    f"{FLAG} {url}: the teacher has another vocabulary (of {len(ours)} tokens of a test text, number "
+                    f"{self._spec.flag} {url}: the {self._spec.role} has another vocabulary (of "
+                    f"{len(ours)} tokens of a test text, number "
                     f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} there); serve a model with the "
                     "tokenizer of --hf-checkpoint"
                 )
@@ -80,22 +91,28 @@ class Teachers:
     async def logprobs(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[float, ...]:
         """Natural log-probability of each of `tokens` after the prompt and those before it, at temperature 1.
 
-        SampleRejected (`teacher`) for a teacher that does not answer so, or that nobody gave.
+        SampleRejected (the role) for one that does not answer so, or that nobody gave.
         """
         if not tokens:
             return ()
+        url, role = self._url(prompt), self._spec.role
+        sent = [*prompt.tokens, *tokens]
+        pairs = await self._ask(url, {"input_ids": sent})
+        if _differ_at(sent, [token for _, token in pairs]) is not None:
+            raise SampleRejected(role, f"{url} scored other tokens than it was given")
+        out = tuple(logprob for logprob, _ in pairs[len(prompt.tokens) :])
+        if not all(logprob is not None and math.isfinite(logprob) for logprob in out):
+            raise SampleRejected(role, f"{url} gave a logprob that is missing or not finite")
+        return out  # pyright: ignore[reportReturnType]
+
+    def _url(self, prompt: Prompt) -> str:
+        if self._spec.key is None:
+            return next(self._turns)
         name = str(prompt.metadata.get(self._spec.key, "default"))
         url = self._spec.urls.get(name, self._spec.urls.get("default"))
         if url is None:
             raise SampleRejected("teacher", f"prompt {prompt.key} wants teacher {name!r}, and there is no `default`")
-        sent = [*prompt.tokens, *tokens]
-        pairs = await self._ask(url, {"input_ids": sent})
-        if _differ_at(sent, [token for _, token in pairs]) is not None:
-            raise SampleRejected("teacher", f"{url} scored other tokens than it was given")
-        out = tuple(logprob for logprob, _ in pairs[len(prompt.tokens) :])
-        if not all(logprob is not None and math.isfinite(logprob) for logprob in out):
-            raise SampleRejected("teacher", f"{url} gave a logprob that is missing or not finite")
-        return out  # pyright: ignore[reportReturnType]
+        return url
 
     async def _ask(self, url: str, given: Mapping[str, Any]) -> list[tuple[float | None, int]]:
         """(logprob, id) of every token that was sent; the first has no logprob."""
@@ -107,22 +124,24 @@ class Teachers:
         }
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        role = self._spec.role
         try:
             async with asyncio.timeout(self._spec.timeout):
                 async with self._session.post(f"{url}/generate", json=body) as response:
                     if response.status != 200:
                         detail = (await response.text())[:200]
-                        raise SampleRejected("teacher", f"{url} answered {response.status}: {detail}")
+                        raise SampleRejected(role, f"{url} answered {response.status}: {detail}")
                     answer = await response.json()
         except TimeoutError:
             waited = self._spec.timeout
-            raise SampleRejected("teacher", f"{url} gave no answer within {waited:g} s (--opd-timeout)") from None
+            flag = self._spec.timeout_flag
+            raise SampleRejected(role, f"{url} gave no answer within {waited:g} s ({flag})") from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise SampleRejected("teacher", f"{url}: {type(error).__name__}: {error}") from error
+            raise SampleRejected(role, f"{url}: {type(error).__name__}: {error}") from error
         try:
             return [(entry[0], int(entry[1])) for entry in answer["meta_info"]["input_token_logprobs"]]
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise SampleRejected("teacher", f"{url}: no meta_info.input_token_logprobs in its answer") from error
+            raise SampleRejected(role, f"{url}: no meta_info.input_token_logprobs in its answer") from error
 
 
 def _differ_at(sent: Sequence[int], scored: Sequence[int]) -> int | None:
@@ -139,10 +158,10 @@ def _differ_at(sent: Sequence[int], scored: Sequence[int]) -> int | None:
 
 
 class TaughtClient:
-    """A `GenerationClient` whose samples come with the teacher's logprobs of their tokens."""
+    """A `GenerationClient` whose samples come with the logprobs of their tokens under each of `scorers`."""
 
-    def __init__(self, client: GenerationClient, teachers: Teachers):
-        self._client, self._teachers = client, teachers
+    def __init__(self, client: GenerationClient, *scorers: Teachers):
+        self._client, self._scorers = client, scorers
 
     async def generate(
         self,
@@ -156,9 +175,11 @@ class TaughtClient:
         session_id: str | None = None,
         seed: int | None = None,
     ) -> Sample:
-        """See `GenerationClient.generate`. SampleRejected (`teacher`) where the teacher does not answer."""
+        """See `GenerationClient.generate`. SampleRejected (`teacher`, `reference`) where one does not answer."""
         sample = await self._client.generate(
             prompt, sampling, constraint, sample_id=sample_id, group_id=group_id, rid=rid, session_id=session_id,
             seed=seed,
         )  # fmt: skip
-        return dataclasses.replace(sample, teacher_logprobs=await self._teachers.logprobs(prompt, sample.tokens))
+        found = await asyncio.gather(*(scorer.logprobs(prompt, sample.tokens) for scorer in self._scorers))
+        named = {f"{scorer.role}_logprobs": values for scorer, values in zip(self._scorers, found, strict=True)}
+        return dataclasses.replace(sample, **named)

@@ -100,7 +100,8 @@ class LossSpec:
     tis_cap: upper bound of the importance weight rho = pi_proximal / pi_behaviour (None: no weighting), tis_low its
     lower bound in modes `clip` and `mask`; tis_level: rho of a token, or of its sequence. rs_level: reject where rho
     is outside [rs_low, rs_high] (None: never); rs_veto: reject sequences with a token whose rho is below it.
-    kl_coef: weight of the KL estimate to the frozen base model; 0 builds no base model.
+    kl_coef: weight of the KL estimate to the reference; 0: none. kl_reference: the frozen base model, built here, or a
+    server that has scored the samples already (`TrainSample.reference_logprobs`).
     custom: import path of a `losses.PolicyLossFunction` that is used instead of the objective and its clips.
     distill_coef: weight of the teacher's advantage (`losses.distilled`); 0: no teacher.
     aggregate: `token-mean` over all trained tokens of the global batch, `sequence-mean`: mean over samples of
@@ -114,6 +115,7 @@ class LossSpec:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    kl_reference: Literal["local", "served"] = "local"
     aggregate: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     temperature: float = 1.0
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -205,7 +207,8 @@ class TrainSample:
     behaviour_logprobs: natural log-probability of each response token under the policy that wrote it, length n; None
     if nobody knows it, which is an error where the loss needs it.
     advantage: one number for all response tokens, or n numbers; not used where a critic estimates them from `reward`.
-    teacher_logprobs: of the response tokens under the teacher, length n; None without one.
+    teacher_logprobs, reference_logprobs: of the response tokens under the teacher and under a served reference, length
+    n; None without one.
     token_versions: version that wrote each response token, length n; used only to report
     `train/rollout_logprob_abs_diff_on_policy`.
     """
@@ -218,12 +221,13 @@ class TrainSample:
     token_versions: Sequence[int] | None = None
     reward: float = 0.0
     teacher_logprobs: Sequence[float] | None = None
+    reference_logprobs: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens) - self.prompt_len
         if self.prompt_len < 1 or n < 0:
             raise ValueError(f"prompt_len {self.prompt_len} is not in [1, {len(self.tokens)}]")
-        for name in ("behaviour_logprobs", "loss_mask", "token_versions", "teacher_logprobs"):
+        for name in ("behaviour_logprobs", "loss_mask", "token_versions", "teacher_logprobs", "reference_logprobs"):
             value = getattr(self, name)
             if value is not None and len(value) != n:
                 raise ValueError(f"{name} has {len(value)} entries, the response has {n} tokens")

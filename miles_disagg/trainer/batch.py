@@ -28,6 +28,7 @@ def train_samples(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[A
                     token_versions=sample.token_versions(),
                     reward=sample.reward or 0.0,
                     teacher_logprobs=sample.teacher_logprobs,
+                    reference_logprobs=sample.reference_logprobs,
                 )
             )
     return out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from miles_disagg.cluster.reach import port_open
 from miles_disagg.config.machine import free_port
 from miles_disagg.engine import launch
 from miles_disagg.engine.launch import EngineProcess, LaunchSpec
@@ -36,11 +38,12 @@ class OutsideEngine:
         command += ["--port", str(self.port), *self.args]
         return LaunchSpec(tuple(command), "127.0.0.1", self.port, str(self.checkpoint), {"OMP_NUM_THREADS": "1"})
 
-    async def start(self, timeout: float = 240.0, command: Sequence[str] = ()) -> None:
-        """Start it (by another command, if given) and wait until it answers."""
+    async def start(self, timeout: float = 240.0, command: Sequence[str] = (), *, wait: bool = True) -> None:
+        """Start it (by another command, if given) and wait until it answers as what it was started with."""
         spec = self.spec()
         self.process = EngineProcess.start(replace(spec, command=tuple(command) or spec.command), self.log)
-        await self.process.wait_ready(timeout)
+        if wait:
+            await self.process.wait_ready(timeout)
 
     async def answers(self, api_key: str, timeout: float = 60.0) -> None:
         """Wait until it answers to its key."""
@@ -55,11 +58,33 @@ class OutsideEngine:
         await self.process.stop()
 
 
+class OutsideRouter:
+    """A real sglang-router, in regular or prefill/decode mode, with no worker at first."""
+
+    def __init__(self, log: Path, *args: str):
+        self.port, self.log, self.args = free_port(), log, args
+        self.process: EngineProcess | None = None
+
+    async def start(self, timeout: float = 60.0) -> None:
+        """Start it and wait until it answers."""
+        # it dies of a metrics port that is taken
+        ports = ("--port", str(self.port), "--prometheus-port", str(free_port()))
+        command = (str(sglang_env.router()), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", *ports)
+        checks = ("--policy", "round_robin", "--health-check-interval-secs", "1")
+        spec = LaunchSpec((*command, *checks, *self.args), "127.0.0.1", self.port, "", {}, ("PYTHONPATH",))
+        self.process = EngineProcess.start(spec, self.log)
+        deadline = time.monotonic() + timeout
+        while not await port_open("127.0.0.1", self.port):
+            assert self.process.exit_code is None, self.process.log_tail()
+            assert time.monotonic() < deadline, self.process.log_tail()
+            await asyncio.sleep(0.1)
+
+
 async def started(engines: list[OutsideEngine]) -> None:
     """All of them."""
     await asyncio.gather(*(engine.start() for engine in engines))
 
 
-async def ended(engines: list[OutsideEngine]) -> None:
+async def ended(engines: Sequence[OutsideEngine | OutsideRouter]) -> None:
     """All that run."""
     await asyncio.gather(*(engine.process.stop() for engine in engines if engine.process is not None))

@@ -13,11 +13,12 @@ import pytest
 
 from miles_disagg.cluster.assemble import assembled
 from miles_disagg.config.placement import plan_placement
+from miles_disagg.domain.errors import ConfigError
 from miles_disagg.engine.discovery import ModelFacts
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.observe.console import RunConsole
 from miles_disagg.rollout.frozen import FrozenHost, FrozenSpec
-from miles_disagg.rollout.host import EngineCommand
+from miles_disagg.rollout.processes import EngineCommand
 from miles_disagg.weights.checkpoint import open_checkpoint
 from miles_disagg.weights.digest import digest
 from tests.cluster import processes
@@ -137,3 +138,49 @@ async def test_a_frozen_engine_that_dies_is_there_again_under_its_address(judge_
         await host.stop()
     assert not await alive()
     assert processes.with_text(f"--port\0{port}", "cmdline") == []
+
+
+async def trained_against_a_reference(config, run_of: dict) -> None:
+    config.run_dir.mkdir(parents=True)
+    async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
+        await run.start_generation()
+        for step in run.steps:
+            batch = await run.next_batch(step)
+            samples = [s for group in batch.groups for s in group.samples]
+            assert all(s.reference_logprobs is not None and len(s.reference_logprobs) == len(s.tokens) for s in samples)
+            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
+            run_of.setdefault("kl", []).append(metrics["train/kl"])
+            await run.generation_saw(batch)
+            await run.publish_next_version()
+            await run.settle()
+            await run.report(step, batch, metrics)
+        await run.close_books()
+
+
+def with_a_reference(tmp_path: Path, checkpoint: Path) -> tuple[str, ...]:
+    """Flags of a run whose KL term is to a frozen model, served by two engines."""
+    reference = {"name": "ref", "model_path": str(checkpoint), "update_weights": False}
+    reference["server_groups"] = [{"num_engines": 2}]
+    file = tmp_path / "groups.yaml"
+    file.write_text(json.dumps({"sglang": [{"name": "policy", "server_groups": [{"num_engines": 1}]}, reference]}))
+    kl = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-reference", "ref")
+    return ("--sglang-config", str(file), *kl, "--update-weight-transfer-mode", "disk-delta")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_frozen_model_is_the_reference_of_the_kl_term(local_ray, run_config, tmp_path, tiny_checkpoint):
+    seen: dict = {}
+    asyncio.run(trained_against_a_reference(run_config(*with_a_reference(tmp_path, tiny_checkpoint)), seen))
+    assert seen["kl"][0] == pytest.approx(0.0, abs=1e-4), "the first policy is the reference"
+    assert seen["kl"][1] > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_reference_with_another_vocabulary_is_refused_once_it_is_there(local_ray, run_config, tmp_path):
+    from tests.engine.checkpoints import make_checkpoint
+
+    other = make_checkpoint(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"--kl-reference http.*: the reference has another vocabulary"):
+        asyncio.run(trained_against_a_reference(run_config(*with_a_reference(tmp_path, other)), {}))

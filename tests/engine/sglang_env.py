@@ -1,5 +1,6 @@
 """A virtual environment with stock SGLang that runs on a CPU, made once and cached.
 
+`router()` gives that of a small environment with sglang-router, which needs neither torch nor SGLang.
 `python()` gives its interpreter, building it if it is not there (about two minutes and 3 GB). It lies below
 `${XDG_CACHE_HOME:-~/.cache}/miles-disagg/sglang-<hash of what is installed>`; MILES_DISAGG_SGLANG_PYTHON names one
 that exists already. SGLang's wheel wants a CUDA torch, so it is installed without its dependencies beside a CPU torch;
@@ -18,6 +19,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 NIXL = "nixl-cu12>=1.5"
+ROUTER = "sglang-router==0.3.2"
 WITHOUT_DEPENDENCIES = (
     "sglang==0.5.17",
     "xgrammar==0.2.1",
@@ -130,6 +132,21 @@ def python() -> Path:
         if not (venv / "nixl").is_file():  # added later: an environment that is there is kept
             _run(str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", NIXL)
             (venv / "nixl").touch()
+    return venv / "bin" / "python"
+
+
+def router() -> Path:
+    """Interpreter of an environment with sglang-router; builds it under a lock if need be."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-disagg"
+    root.mkdir(parents=True, exist_ok=True)
+    venv = root / f"{ROUTER.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
+    with open(f"{venv}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (venv / "complete").is_file():
+            shutil.rmtree(venv, ignore_errors=True)
+            _run(sys.executable, "-m", "venv", str(venv))
+            _run(str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", ROUTER)
+            (venv / "complete").touch()
     return venv / "bin" / "python"
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from miles_disagg.replica.staging import DiskStager
-from miles_disagg.rollout.host import EngineCommand, EngineHost, HostSpec
+from miles_disagg.rollout.host import EngineHost, HostSpec
+from miles_disagg.rollout.processes import EngineCommand
 from miles_disagg.store.base import open_store
 from miles_disagg.store.versions import VersionStore
 from miles_disagg.store.watch import PollingSource

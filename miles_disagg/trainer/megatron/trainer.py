@@ -84,7 +84,7 @@ class MegatronTrainer:
         self.model = build_model(self.hf, self.config, self.layout)
         convert.import_weights(self.model, checkpoint, self.hf, self.layout)
         self._base: torch.nn.Module | None = None
-        if self.spec.loss.kl_coef:
+        if self.spec.loss.kl_coef and self.spec.loss.kl_reference == "local":
             self._base = build_model(self.hf, self.config, self.layout).eval().requires_grad_(False)
             convert.import_weights(self._base, checkpoint, self.hf, self.layout)
         self._policy = OptimizedModel(self.model, self.spec, self.spec.optimizer, self.layout)
@@ -115,6 +115,9 @@ class MegatronTrainer:
         if self.spec.loss.distill_coef and "teacher" not in columns.values:
             missing = sum(sample.teacher_logprobs is None for sample in batch)
             raise ValueError(f"{missing} of {len(batch)} samples have no teacher logprobs, which --use-opd needs")
+        if self.spec.loss.kl_coef and self._base is None and "reference" not in columns.values:
+            missing = sum(sample.reference_logprobs is None for sample in batch)
+            raise ValueError(f"{missing} of {len(batch)} samples have no logprobs of --kl-reference")
         out: dict[str, float] = {"train/tokens": float(sum(len(sample.tokens) for sample in batch))}
         if self._critic is not None and self.spec.critic is not None:
             values = self._score(self._critic.model, batch, value_scores)
