@@ -26,6 +26,7 @@ class RemoteProducer:
         self._actor: Any = None
         self._books: dict[str, Any] | None = None
         self._trained: list[str] = []  # since the books
+        self._trained_ever = self._told = 0  # keys of the whole run; of them, those that the last new actor was told
         self._version: int | None = None
         self._consumed, self._consumed_at = 0, -1
         self._started = False
@@ -45,14 +46,17 @@ class RemoteProducer:
         """
         if method == "trained":
             self._trained.extend(args[0])
+            self._trained_ever += len(args[0])
+        mine = self._trained_ever
         while True:
-            actor = self._actor
+            async with self._replacing:  # a new actor knows nothing until it has its books
+                actor = self._actor
+            if method == "trained" and mine <= self._told:
+                return None  # it was told with its books
             try:
                 result = await self._call(method, what, *args, timeout=timeout)
             except ActorLost as error:
                 await self._replace(actor, error)
-                if method == "trained":
-                    return None  # the new one was told with its books
                 continue
             self._note(method, args, result)
             return result
@@ -97,7 +101,7 @@ class RemoteProducer:
             self.kill()
             await self.set_up()
             consumed = self._consumed if self._consumed_at == self._version else 0
-            books = (self._books, self._version, consumed, self._trained)
+            books, self._told = (self._books, self._version, consumed, list(self._trained)), self._trained_ever
             await self._call("load_state", "take up its books", *books, timeout=300.0)
             if self._started:
                 await self._call("start", "start generating")
