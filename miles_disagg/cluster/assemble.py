@@ -140,15 +140,9 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         lineage = Lineage(config.run_dir)
         ledger, newest = await _claim(config, digest, lineage, console.say, stack)
         base = VersionRef(config.run_id, 0)
-        published = None
-        if continued is not None:
-            stack.callback(resume.forget_published_weights, config)
-            published = await asyncio.to_thread(resume.published_weights, config, newest, console.say)
-        fleet, endpoint = await _rollout_side(config, plan, ledger, base, console.say)
-        stack.push_async_callback(fleet.stop)
-        evaluators = await _evaluators(config, plan, ledger, base, console.say)
-        if evaluators is not None:
-            stack.push_async_callback(evaluators.fleet.stop)
+        published = None if continued is None else await _published(config, newest, console.say, stack)
+        fleet, endpoint = await _rollout_side(config, plan, ledger, base, console.say, stack)
+        evaluators = await _evaluators(config, plan, ledger, base, console.say, stack)
         placement = stack.enter_context(
             reserved(
                 plan.trainer.name,
@@ -160,17 +154,7 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         ranks = plan.trainer.slots * len(plan.trainer.bundles)
         beside = f", and {len(plan.evaluators)} for evaluation alone" if evaluators else ""
         console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s){beside}")
-        served = await stack.enter_async_context(
-            serving(
-                specs.frozen_engines(config, plan),
-                plan.placeholders,
-                run_id=config.run_id,
-                placement_timeout=config.timeouts.placement_timeout,
-                shutdown_timeout=config.timeouts.shutdown_timeout,
-            )
-        )
-        for name, urls in served.items():
-            console.say(f"frozen model {name}: {', '.join(urls)}")
+        served = await _frozen(config, plan, console.say, stack)
         fleets = [fleet, *([evaluators.fleet] if evaluators else [])]
         trainer = await _start_together(config, plan, placement, fleets, stack, published)
         judge = evaluators.fleet.gateway_url if evaluators else None
@@ -243,23 +227,44 @@ async def _claim(
     return ledger, newest
 
 
+async def _published(
+    config: RunConfig, newest: VersionRef, say: Callable[[str], None], stack: AsyncExitStack
+) -> Path | None:
+    """Checkpoint of the version that a continued run published last; see `resume.published_weights`."""
+    stack.callback(resume.forget_published_weights, config)
+    return await asyncio.to_thread(resume.published_weights, config, newest, say)
+
+
 async def _rollout_side(
-    config: RunConfig, plan: PlacementPlan, ledger: KeptLedger, base: VersionRef, say: Callable[[str], None]
+    config: RunConfig,
+    plan: PlacementPlan,
+    ledger: KeptLedger,
+    base: VersionRef,
+    say: Callable[[str], None],
+    stack: AsyncExitStack,
 ) -> tuple[Fleet | ServiceFleet, str]:
     """The engines of this job behind a gateway of its own, or somebody else's service; and the URL to ask."""
     endpoint = config.engines.rollout_endpoint
     if endpoint:
         token = read_token(config.engines.rollout_auth_token_file, "--rollout-auth-token-file")
-        return ServiceFleet(endpoint, say, token=token), endpoint
+        service = ServiceFleet(endpoint, say, token=token)
+        stack.push_async_callback(service.stop)
+        return service, endpoint
     gateway, url = await _gateway(config, "gateway", config.cluster.gateway_port)
     members = specs.fleet_members(config, plan, base, url)
     fleet = Fleet(members, gateway, url, ledger, specs.fleet_timeouts(config), say)
+    stack.push_async_callback(fleet.stop)
     ledger.served = fleet.served
     return fleet, url
 
 
 async def _evaluators(
-    config: RunConfig, plan: PlacementPlan, ledger: KeptLedger, base: VersionRef, say: Callable[[str], None]
+    config: RunConfig,
+    plan: PlacementPlan,
+    ledger: KeptLedger,
+    base: VersionRef,
+    say: Callable[[str], None],
+    stack: AsyncExitStack,
 ) -> EvaluationReplicas | None:
     """Engines that only evaluate, behind a gateway that rollouts do not know; None where there are none."""
     if not plan.evaluators:
@@ -267,7 +272,26 @@ async def _evaluators(
     gateway, url = await _gateway(config, "eval-gateway", 0)
     members = specs.evaluation_members(config, plan, base, url)
     fleet = Fleet(members, gateway, url, ledger, specs.fleet_timeouts(config), say, counted=False)
+    stack.push_async_callback(fleet.stop)
     return EvaluationReplicas(fleet, config.timeouts.update_weights_timeout)
+
+
+async def _frozen(
+    config: RunConfig, plan: PlacementPlan, say: Callable[[str], None], stack: AsyncExitStack
+) -> Mapping[str, tuple[str, ...]]:
+    """Engines of models that are never updated; their URLs by the models' names."""
+    served = await stack.enter_async_context(
+        serving(
+            specs.frozen_engines(config, plan),
+            plan.placeholders,
+            run_id=config.run_id,
+            placement_timeout=config.timeouts.placement_timeout,
+            shutdown_timeout=config.timeouts.shutdown_timeout,
+        )
+    )
+    for name, urls in served.items():
+        say(f"frozen model {name}: {', '.join(urls)}")
+    return served
 
 
 async def _gateway(config: RunConfig, name: str, port: int) -> tuple[Any, str]:

@@ -224,30 +224,33 @@ async def _service(config: RunConfig, probe_group: bool) -> AsyncIterator[Line]:
 async def _attached(config: RunConfig, probe_group: bool) -> AsyncIterator[Line]:
     token = read_token(config.engines.rollout_auth_token_file, "--rollout-auth-token-file")
     model = ModelFacts.read(config.checkpoint)
-    grouped: list[Discovered] = []
-    if config.engines.router_url is not None:
-        async for verdict, what, detail in router_lines(config.engines.router_url, token, config.engines.engine_urls):
+    engines, seen = config.engines, list[Discovered]()
+    if engines.router_url is not None:
+        async for verdict, what, detail in router_lines(engines.router_url, token, engines.engine_urls):
             yield Line(verdict, what, detail)
-    for i, address in enumerate(config.engines.rollout_external_engine_addrs):
-        engine = SGLangEngine(f"http://{address.removeprefix('http://')}", token, control_timeout=WAIT_SECONDS)
+    for i, (address, url) in enumerate(zip(engines.rollout_external_engine_addrs, engines.engine_urls, strict=True)):
+        engine = SGLangEngine(url, token, control_timeout=WAIT_SECONDS)
         try:
-            async for line in _engine(config, model, engine, f"engine-{i} at {address}", probe_group):
+            async for line in _engine(config, model, engine, f"engine-{i} at {address}", probe_group, seen):
                 yield line
-            if config.engines.router_url is not None:
-                with contextlib.suppress(EngineError):
-                    grouped.append(await discover(engine))
         finally:
             await engine.close()
-    for problem in group_differences(grouped):
-        yield Line("bad", f"the engines behind {config.engines.router_url}", problem)
+    for problem in group_differences(seen) if engines.router_url is not None else ():
+        yield Line("bad", f"the engines behind {engines.router_url}", problem)
 
 
 async def _engine(
-    config: RunConfig, model: ModelFacts, engine: SGLangEngine, name: str, probe_group: bool
+    config: RunConfig,
+    model: ModelFacts,
+    engine: SGLangEngine,
+    name: str,
+    probe_group: bool,
+    seen: list[Discovered],
 ) -> AsyncIterator[Line]:
-    """One attached engine: there, let in, fitting; then how weights will reach it."""
+    """One attached engine: there (what it is goes to `seen`), let in, fitting; then how weights will reach it."""
     try:
         found = await discover(engine)
+        seen.append(found)
     except EngineUnavailable as error:
         yield Line("bad", name, f"{error}; start it, or correct --rollout-external-engine-addrs")
         return

@@ -182,7 +182,7 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
         unit = units[i] if units else None
         staging = _staging(config, name)
         spec = replace(
-            _host_spec(config, name, base, gateway_url),
+            _host_spec(config, name, base, gateway_url, staging),
             command=engine_command(config, unit, model) if unit else None,
             peer=peer_options(config) if config.weights.transport == "p2p" else None,
         )
@@ -201,15 +201,18 @@ def evaluation_members(config: RunConfig, plan: PlacementPlan, base: VersionRef,
     for group in plan.evaluators:
         unit = group.unit
         assert unit is not None
-        spec = _host_spec(config, unit.name, base, gateway_url)
+        staging = _staging(config, unit.name)
+        spec = _host_spec(config, unit.name, base, gateway_url, staging)
         spec = replace(spec, command=engine_command(config, unit, model), follow=False)
-        members.append(Member(spec, _staging(config, unit.name), group, num_ranks=max(1, unit.gpus)))
+        members.append(Member(spec, staging, group, num_ranks=max(1, unit.gpus)))
     return members
 
 
-def _host_spec(config: RunConfig, name: str, base: VersionRef, gateway_url: str) -> HostSpec:
+def _host_spec(
+    config: RunConfig, name: str, base: VersionRef, gateway_url: str, staging: StagingSpec | None
+) -> HostSpec:
     """What all engines of a run have in common."""
-    weights, staging = config.weights, _staging(config, name)
+    weights = config.weights
     return HostSpec(
         replica_id=name,
         base=base,

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import ray
 
 from miles_disagg.domain.errors import MilesDisaggError
-from miles_disagg.engine import launch
-from miles_disagg.rollout.processes import EngineCommand
+from miles_disagg.rollout.processes import EngineCommand, EngineProcesses
 
 log = logging.getLogger(__name__)
 _WATCH_SECONDS = 0.5
@@ -36,43 +35,33 @@ class FrozenHost:
     """See the module. A restarted process has the same address."""
 
     def __init__(self, spec: FrozenSpec, host: str):
-        self.spec, self._host = spec, host
-        self._port = 0
-        self._process: launch.EngineProcess | None = None
+        self.spec = spec
+        self._processes = EngineProcesses(spec.command, None, spec.start_timeout, host=host)
         self._watch: asyncio.Task[None] | None = None
         self.restarts = 0
         self.failure: str | None = None
 
     async def start(self) -> str:
         """Start it; its URL. EngineStartError carries its last lines."""
-        await self._launch()
-        assert self._process is not None
+        url = await self._processes.start()
         self._watch = asyncio.create_task(self._watch_process(), name=f"watch {self.spec.name}")
-        return self._process.url
-
-    async def _launch(self) -> None:
-        command = self.spec.command
-        self._process = await launch.EngineProcess.started(
-            lambda port: command.spec(port, None, self._host), command.log_path,
-            host=self._host, port=self._port, timeout=self.spec.start_timeout,
-        )  # fmt: skip
-        self._port = self._process.spec.port
+        return url
 
     async def _watch_process(self) -> None:
+        processes = self._processes
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            assert self._process is not None
-            if self._process.exit_code is None:
+            reason = await processes.ended()
+            if reason is None:
                 continue
-            reason = f"the engine process ended with status {self._process.exit_code}"
             if self.restarts >= self.spec.restart_limit:
-                self.failure = f"{reason}; given up after {self.restarts} restarts. {self._process.log_tail()}"
+                self.failure = f"{reason}; given up after {self.restarts} restarts. {processes.log_tail()}"
                 return
             self.restarts += 1
             log.warning("%s: %s; restarting it", self.spec.name, reason)
-            await self._process.stop()
+            await processes.stop()
             try:
-                await self._launch()
+                await processes.start()
             except MilesDisaggError as error:
                 log.warning("%s: restart failed: %s", self.spec.name, error)
 
@@ -82,8 +71,7 @@ class FrozenHost:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watch
-        if self._process is not None:
-            await self._process.stop()
+        await self._processes.stop()
 
 
 @ray.remote(max_restarts=0)

@@ -111,7 +111,8 @@ class NodeServer:
 
 
 class EngineProcesses:
-    """See the module. nodes: those beside this one; address: where they reach this one."""
+    """See the module. version: what the first one is stamped with (None: of no run). nodes: those beside this one;
+    address: where they reach this one; host: where a single one listens."""
 
     def __init__(
         self,
@@ -120,9 +121,11 @@ class EngineProcesses:
         start_timeout: float,
         nodes: Sequence[Node] = (),
         address: str = "127.0.0.1",
+        *,
+        host: str = "127.0.0.1",
     ):
         self._command, self._version, self._timeout = command, version, start_timeout
-        self._nodes, self._address = nodes, address
+        self._nodes, self._address, self._host = nodes, address, host
         self._port = 0
         self._process: launch.EngineProcess | None = None
 
@@ -134,8 +137,8 @@ class EngineProcesses:
         command, version = self._command, self._version
         if not self._nodes:
             self._process = await launch.EngineProcess.started(
-                lambda port: command.spec(port, version), command.log_path,
-                host="127.0.0.1", port=self._port, timeout=self._timeout,
+                lambda port: command.spec(port, version, self._host), command.log_path,
+                host=self._host, port=self._port, timeout=self._timeout,
             )  # fmt: skip
             self._port = self._process.spec.port
             return self._process.url

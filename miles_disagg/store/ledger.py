@@ -13,12 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from miles_disagg.domain.errors import (
-    ClaimConflict,
-    DeadlineExceeded,
-    PointerConflict,
-    PublicationFailed,
-)
+from miles_disagg.domain.errors import ClaimConflict, DeadlineExceeded, PointerConflict, PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.claims import Claim
 from miles_disagg.store.lineage import Kind

@@ -12,7 +12,6 @@ import pytest
 import torch
 from aiohttp import ClientSession, web
 
-from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import SampleRejected
 from miles_disagg.domain.samples import Prompt
 from miles_disagg.domain.versions import ANY_VERSION
@@ -20,35 +19,20 @@ from miles_disagg.engine import launch
 from miles_disagg.rollout.base import SamplingOptions
 from miles_disagg.rollout.teacher import TaughtClient, Teachers, TeacherSpec
 from miles_disagg.trainer.losses import distilled
-from tests.engine import sglang_env
 from tests.fakes.samples import make_sample
+from tests.fakes.scorers import server_of, sharp_model
 
 PROMPT = Prompt(0, 0, "12+34=", (3, 4, 12, 5, 6), "46", {"opd_teacher": "sums"})
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from miles_disagg.prompts.quickstart import Recipe, make_model, make_tokenizer
-
-    path = tmp_path_factory.mktemp("teacher") / "model"
-    torch.manual_seed(5)
-    whole = make_model(Recipe(hidden_size=64, layers=2))
-    with torch.no_grad():
-        for p in whole.parameters():
-            p.mul_(4.0)
-    whole.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
+    return sharp_model(tmp_path_factory.mktemp("teacher") / "model", seed=5, factor=4.0)
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def url(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    where = free_port()
-    if request.param == "sglang":
-        python = sglang_env.python()
-        spec = launch.sglang(model, port=where, device="cpu", python=python, args=["--dtype", "float32"])
-    else:
-        spec = launch.embedded(model, port=where)
+    spec = server_of(request.param, model)
     process = launch.EngineProcess.start(spec, tmp_path_factory.mktemp("log") / "engine.log")
     try:
         asyncio.run(process.wait_ready(240))

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from miles_disagg.config.machine import free_port
 from miles_disagg.domain.samples import Prompt
 from miles_disagg.engine import launch
 from miles_disagg.rollout.teacher import Teachers, TeacherSpec
 from miles_disagg.trainer.base import LossSpec, OptimizerSpec, TrainerSpec, TrainSample
-from tests.engine import sglang_env
+from tests.fakes.scorers import server_of, sharp_model
 from tests.trainer.models import make_batch
 from tests.trainer.ranks import Job, run_ranks
 
@@ -26,17 +24,7 @@ LOSS = LossSpec(kl_coef=0.5, kl_kind="k3", tis_cap=None)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from miles_disagg.prompts.quickstart import Recipe, make_model, make_tokenizer
-
-    path = tmp_path_factory.mktemp("reference") / "model"
-    torch.manual_seed(3)
-    whole = make_model(Recipe(hidden_size=64, layers=2))
-    with torch.no_grad():
-        for p in whole.parameters():
-            p.mul_(3.0)
-    whole.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
+    return sharp_model(tmp_path_factory.mktemp("reference") / "model", seed=3, factor=3.0)
 
 
 async def scored(spec: launch.LaunchSpec, log: Path) -> list[TrainSample]:
@@ -59,13 +47,7 @@ async def scored(spec: launch.LaunchSpec, log: Path) -> list[TrainSample]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_losses_and_steps_are_those_of_the_local_reference(kind: str, model: Path, tmp_path: Path):
-    port = free_port()
-    if kind == "sglang":
-        args = ["--dtype", "float32"]
-        server = launch.sglang(model, port=port, device="cpu", python=sglang_env.python(), args=args)
-    else:
-        server = launch.embedded(model, port=port)
-    batch = asyncio.run(scored(server, tmp_path / "server.log"))
+    batch = asyncio.run(scored(server_of(kind, model), tmp_path / "server.log"))
     specs = {
         where: TrainerSpec(
             str(model), dtype="fp32", optimizer=OptimizerSpec(lr=2e-3),

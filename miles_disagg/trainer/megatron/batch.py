@@ -55,24 +55,17 @@ def policy_columns(batch: Sequence[TrainSample], version: int | None) -> Columns
     Without `behaviour`, `teacher` or `reference` if any sample lacks its logprobs: a loss that needs them says so.
     """
     mask, advantage, on_policy = [], [], []
-    behaviour: list[float] = []
-    teacher: list[float] = []
-    reference: list[float] = []
-    known = all(sample.behaviour_logprobs is not None for sample in batch)
-    taught = all(sample.teacher_logprobs is not None for sample in batch)
-    compared = all(sample.reference_logprobs is not None for sample in batch)
     for sample in batch:
         n = sample.response_len
         mask.extend([1.0] * n if sample.loss_mask is None else [float(bool(m)) for m in sample.loss_mask])
         advantage.extend([sample.advantage] * n if isinstance(sample.advantage, int | float) else sample.advantage)
-        behaviour.extend(sample.behaviour_logprobs or ())
-        teacher.extend(sample.teacher_logprobs or ())
-        reference.extend(sample.reference_logprobs or ())
         versions = sample.token_versions if version is not None else None
         on_policy.extend([0.0] * n if versions is None else [float(v == version) for v in versions])
-    named = {"mask": mask, "advantage": advantage, "on_policy": on_policy} | ({"behaviour": behaviour} if known else {})
-    named |= {"teacher": teacher} if taught else {}
-    named |= {"reference": reference} if compared else {}
+    named = {"mask": mask, "advantage": advantage, "on_policy": on_policy}
+    for column in ("behaviour", "teacher", "reference"):
+        logprobs = [getattr(sample, f"{column}_logprobs") for sample in batch]
+        if all(values is not None for values in logprobs):
+            named[column] = [value for values in logprobs for value in values]
     return Columns(response_offsets(batch), {k: torch.tensor(v, dtype=torch.float32) for k, v in named.items()})
 
 
