@@ -16,6 +16,7 @@ def local_ray():
 
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     ray.init(
+        address="local",  # whatever else runs on this machine
         num_cpus=8,
         include_dashboard=False,
         object_store_memory=256 << 20,
