@@ -97,6 +97,7 @@ async def evaluate_beside_training(config) -> None:
         await run.close_books()
 
 
+@pytest.mark.long
 def test_an_engine_of_evaluation_alone_stays_at_the_version_while_rollouts_go_on(local_ray, run_config):
     config = run_config(
         "--update-weight-transfer-mode", "disk-delta", "--eval-num-replicas", "1",

@@ -21,6 +21,7 @@ def place(trainer_nodes: int, rollout_nodes: int, *flags: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_trainer_and_engines_land_on_their_nodes_and_fill_them():
     found = place(
         *(2, 2, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4"),
@@ -44,6 +45,7 @@ def test_an_engine_larger_than_a_node_takes_bundles_of_several():
     assert sorted(found["placed"]["run-engine-0"]) == ["rollout-0", "rollout-1"]
 
 
+@pytest.mark.long
 def test_what_cannot_be_placed_says_what_was_wanted_and_what_there_is():
     found = place(
         1, 1, "--actor-num-gpus-per-node", "4", "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "2"

@@ -48,8 +48,8 @@ async def train_and_compare(config) -> list[set[int]]:
     ("mode", "layout"),
     [
         ("disk-delta", "pp2"),
-        pytest.param("broadcast", "pp2", marks=pytest.mark.slow),
-        pytest.param("p2p", "pp2", marks=pytest.mark.slow),
+        pytest.param("broadcast", "pp2", marks=pytest.mark.long),
+        pytest.param("p2p", "pp2", marks=pytest.mark.long),
         pytest.param("p2p", "tp2", marks=pytest.mark.slow),
         pytest.param("disk-full", "tp2", marks=pytest.mark.slow),
         pytest.param("disk-delta", "tp2", marks=pytest.mark.slow),
@@ -75,7 +75,7 @@ def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_con
 @pytest.mark.parametrize(
     ("transport", "layout"),
     [
-        ("broadcast", "tp2"),
+        pytest.param("broadcast", "tp2", marks=pytest.mark.long),
         pytest.param("broadcast", "pp2", marks=pytest.mark.slow),
         pytest.param("p2p", "tp2", marks=pytest.mark.slow),
     ],

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from miles_disagg.engine.sglang import SGLangEngine
@@ -49,6 +50,7 @@ class Load:
         return await self.task
 
 
+@pytest.mark.long
 async def test_replicas_die_and_join_while_versions_move_and_nothing_older_than_asked_is_served(
     tmp_path: Path, checkpoint: Path, tensors: Tensors
 ) -> None:
@@ -118,6 +120,7 @@ async def test_weights_corrupted_in_memory_are_found_refused_and_loaded_again(
         await engine.close()
 
 
+@pytest.mark.long
 async def test_a_gateway_that_restarts_and_a_replica_that_hangs_cost_time_and_nothing_else(
     tmp_path: Path, checkpoint: Path, tensors: Tensors
 ) -> None:
@@ -142,6 +145,7 @@ async def test_a_gateway_that_restarts_and_a_replica_that_hangs_cost_time_and_no
     assert len({meta["id"] for meta in seen}) == len(seen) > 0
 
 
+@pytest.mark.long
 async def test_with_relays_one_replica_reads_the_store_for_all_and_a_lost_one_is_passed_over(
     tmp_path: Path, checkpoint: Path, tensors: Tensors
 ) -> None:
