@@ -227,7 +227,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """Ask the run to end in order; kill what is left of its process group."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which is ignored below a shell's background job
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(60.0)
         os.killpg(process.pid, signal.SIGKILL)
