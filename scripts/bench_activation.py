@@ -56,6 +56,7 @@ MIXTURES = {
 }
 MIXTURE_OF = {"tiny": "tiny-experts", "0.6B": "6B-experts", "4B": "6B-experts", "8B": "6B-experts"}
 _SHARD = 4 << 30
+_SPARE = 2 << 30  # bytes of the GPU that stay free beside a second copy of the weights
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ class Options:
     args: tuple[str, ...]
 
 
+def sizes_of(name: str) -> tuple[tuple[int, int, int, int, int, int, bool, int], int, int]:
+    """A model's shape, its experts, and how many of them a token has (0 and 0: dense)."""
+    return MIXTURES[name] if name in MIXTURES else (SHAPES[name], 0, 0)
+
+
 def make_model(name: str, directory: Path, device: str) -> None:
     """Write a random bf16 checkpoint of Qwen3's form, without a tokenizer."""
-    sizes, experts, active = MIXTURES[name] if name in MIXTURES else (SHAPES[name], 0, 0)
+    sizes, experts, active = sizes_of(name)
     hidden, inner, layers, heads, kv, head, tied, vocab = sizes
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     for i in range(layers):
@@ -150,6 +156,11 @@ class IpcLoader:
                 raw = torch.from_numpy(checkpoint.bytes(name).copy())
                 self._tensors.append((name, raw.cuda().view(torch.bfloat16).view(tuple(info.shape))))
 
+    @staticmethod
+    def fits(directory: Path) -> bool:
+        """True if the GPU has room for a second copy of the checkpoint."""
+        return torch.cuda.mem_get_info()[0] > sum(f.stat().st_size for f in directory.glob("*.safetensors")) + _SPARE
+
     async def stage(self, target: Materialized) -> None:
         """Handles are made before the pause."""
         stream = io.BytesIO()
@@ -215,7 +226,7 @@ async def _mode(
     """Activations of one kind under load; density 0: all weights are loaded."""
     there, back = directory.parent / "there.safetensors", directory.parent / "back.safetensors"
     elements = make_patches(directory, density, there, back, options.device) if density else 0
-    load = Load(replica, SHAPES[name][-1])
+    load = Load(replica, sizes_of(name)[0][-1])
     await load.start(options.in_flight)
     begun, tokens = time.monotonic(), load.tokens
     await asyncio.sleep(3.0)
@@ -274,7 +285,9 @@ async def measure(name: str, directory: Path, densities: list[float], options: O
         await replica.attach("bench")
         results.append({"model": name, **await _mode(name, directory, replica, 0, options, mode="reload")})
         await replica.sessions.close()
-        if options.device == "cuda":
+        if options.device == "cuda" and not IpcLoader.fits(directory):
+            print(f"{name}: a second copy of the weights does not fit on this GPU: no ipc", file=sys.stderr, flush=True)
+        elif options.device == "cuda":
             version = results[-1]["activations"]
             replica = Replica(ReplicaSettings("bench"), engine, loader=IpcLoader(directory))
             await replica.attach("bench")
@@ -313,7 +326,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object (always done)")
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["tiny"])
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES | MIXTURES), default=["tiny"])
     parser.add_argument("--densities", nargs="+", type=float, default=[0.001, 0.01, 0.05])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--in-flight", type=int, default=64)
@@ -328,6 +341,8 @@ def main() -> None:
         work = Path(tempfile.mkdtemp(prefix="bench-activation-", dir=args.scratch))
         try:
             make_model(name, work / "model", args.device)
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
             results += asyncio.run(measure(name, work / "model", args.densities, options))
         finally:
             shutil.rmtree(work, ignore_errors=True)

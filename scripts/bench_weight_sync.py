@@ -168,7 +168,7 @@ async def peer_mode(
                 sent = await asyncio.to_thread(source.send, str(ref), links)
             if sent.errors:
                 raise RuntimeError(str(sent.errors))
-            moved = sent.seconds
+            moved = sent.wire_seconds
             with phases.part("verify"):
                 await receiver.verify([sent.sums[link.target] for link in links])
 

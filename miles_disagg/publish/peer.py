@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from miles_disagg.engine.inplace.miles_inplace.transport import (
     Nixl,
     Pairs,
     TransportError,
-    checksums,
+    area_sums,
     element_sum,
     region,
 )
@@ -71,14 +71,15 @@ class Route:
 @dataclass
 class Sent:
     """What one rank's `send` did: by target, why it failed, the checksums of what its staging area or weights must
-    hold, and where changes only were sent. moved: 1 if any bit of
-    this rank's shards changed since the version before, else 0."""
+    hold, and where changes only were sent. seconds: of all of it; wire_seconds: from the first write until the last one
+    was done. moved: 1 if any bit of this rank's shards changed since the version before, else 0."""
 
     errors: dict[int, str] = field(default_factory=dict)
     sums: dict[int, Sums] = field(default_factory=dict)
     patches: dict[int, Patch] = field(default_factory=dict)
     wire_bytes: int = 0
     seconds: float = 0.0
+    wire_seconds: float = 0.0
     export_seconds: float = 0.0
     moved: int = 0
 
@@ -209,14 +210,14 @@ class PeerSource:
         writes = [w for w in route.writes if w.target in mine]
         sent.wire_bytes = sum(w.nbytes for w in writes)
 
-        def note() -> None:
-            self._note_sums(version, route, mine, writes, sent)
-
         if group is not None:
+            begun = time.monotonic()
             self._send_in_group(group, mine, writes, sent)
-            note()
+            sent.wire_seconds = time.monotonic() - begun
+            summed = _Sums(self._buffer, route, mine, writes, self._copies)
         else:
-            self._send_one_sided(route, mine, writes, sent, note, whole)
+            summed = self._send_one_sided(route, mine, writes, sent, whole)
+        self._note_sums(version, summed, sent)
         if self._changes is not None:
             self._changes.sent(version, [link for link in links if link.target not in sent.errors])
         sent.seconds = time.monotonic() - started
@@ -228,9 +229,8 @@ class PeerSource:
         links: Mapping[int, Link],
         writes: Sequence[Write],
         sent: Sent,
-        meanwhile: Callable[[], None],
         whole: bool,
-    ) -> None:
+    ) -> _Sums:
         jobs: list[Job] = []
         targets: list[int] = []
         for target, link in links.items():
@@ -255,13 +255,21 @@ class PeerSource:
             remote = [(address, n, link.device) for _, n, address in pairs]
             jobs.append(Job((target, link.token), link.metadata, local, remote, link.cuda))
             targets.append(target)
-        if not jobs:
-            meanwhile()
-        else:
+        summed: list[_Sums] = []
+
+        def meanwhile() -> None:  # on CUDA this only starts the work
+            summed.append(_Sums(self._buffer, route, links, writes, self._copies))
+
+        if jobs:
             assert self._nixl is not None
+            begun = time.monotonic()
             for target, error in zip(targets, self._nixl.write(jobs, self._timeout, meanwhile), strict=True):
                 if error is not None:
                     sent.errors[target] = f"{self._name}: {error}"
+            sent.wire_seconds = time.monotonic() - begun
+        else:
+            meanwhile()
+        return summed[0]
 
     def _send_in_group(self, group: GroupSeat, links: Mapping[int, Link], writes: Sequence[Write], sent: Sent) -> None:
         assert self._route is not None
@@ -275,31 +283,11 @@ class PeerSource:
         except TransportError as error:
             sent.errors.update({target: f"{self._name}: {error}" for target in links})
 
-    def _note_sums(
-        self, version: str, route: Route, links: Mapping[int, Link], writes: Sequence[Write], sent: Sent
-    ) -> None:
-        areas: dict[tuple[int, int], list[int]] = {}
-        for w in writes:
-            if links[w.target].mode == "staging":
-                key = (w.packed, w.nbytes)
-                if key not in areas:
-                    areas[key] = checksums(self._buffer[w.packed : w.packed + w.nbytes])
-                sent.sums.setdefault(w.target, []).append([w.staged, w.nbytes, areas[key]])
-        by_piece: dict[int, int] = {}
-        for p in route.pieces:
-            if p.target in links and links[p.target].mode == "direct":
-                if not by_piece:
-                    by_piece = self._piece_sums()
-                sent.sums.setdefault(p.target, []).append([p.staged, p.nbytes, [by_piece[p.packed]]])
+    def _note_sums(self, version: str, summed: _Sums, sent: Sent) -> None:
+        sent.sums, seen = summed.read()
         if self._seen[0] != version:
-            seen = sorted((key, *values) for key, values in areas.items()) + sorted(by_piece.items())
             self._seen = (version, seen, int(seen != self._seen[1]))
         sent.moved = self._seen[2]
-
-    def _piece_sums(self) -> dict[int, int]:
-        assert self._route is not None
-        values = torch.stack([element_sum(packed, INTEGERS[packed.itemsize]) for _, packed, _ in self._copies])
-        return {piece.packed: value for piece, value in zip(self._route.packed, values.tolist(), strict=True)}
 
     def discard(self) -> None:
         """What was staged will not be sent for now."""
@@ -308,6 +296,42 @@ class PeerSource:
     def describe(self) -> dict[str, Any]:
         """Bytes of the send buffer: the only extra memory of this rank."""
         return {"name": self._name, "packed_bytes": self._buffer.numel()}
+
+
+class _Sums:
+    """Checksums of what is sent, started at once and read when the writes are done: of the staging areas' writes, or
+    of single pieces for engines that are written to directly."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        route: Route,
+        links: Mapping[int, Link],
+        writes: Sequence[Write],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor, torch.dtype]],
+    ):
+        self._route, self._links = route, links
+        self._staged = [w for w in writes if links[w.target].mode == "staging"]
+        self._areas = sorted({(w.packed, w.nbytes) for w in self._staged})
+        self._area_values = area_sums(buffer, self._areas)
+        self._piece_values: torch.Tensor | None = None
+        if any(link.mode == "direct" for link in links.values()):
+            self._piece_values = torch.stack([element_sum(p, INTEGERS[p.itemsize]) for _, p, _ in copies])
+
+    def read(self) -> tuple[dict[int, Sums], list[Any]]:
+        """(Sums by target, all values in an order that is the same for every version.)"""
+        areas = dict(zip(self._areas, self._area_values.tolist(), strict=True))
+        pieces: dict[int, int] = {}
+        if self._piece_values is not None:
+            packed = [piece.packed for piece in self._route.packed]
+            pieces = dict(zip(packed, self._piece_values.tolist(), strict=True))
+        sums: dict[int, Sums] = {}
+        for w in self._staged:
+            sums.setdefault(w.target, []).append([w.staged, w.nbytes, areas[w.packed, w.nbytes]])
+        for p in self._route.pieces:
+            if p.target in self._links and self._links[p.target].mode == "direct":
+                sums.setdefault(p.target, []).append([p.staged, p.nbytes, pieces[p.packed]])
+        return sums, [*areas.items(), *sorted(pieces.items())]
 
 
 def _word(route: Route) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .memory import INTEGERS
-from .transport import Job, Nixl, Pairs, TransportError, checksums, element_sum, region
+from .transport import Job, Nixl, Pairs, TransportError, area_sums, element_sum, region
 from .weights import LiveWeights
 
 
@@ -39,7 +39,8 @@ class Peer:
         self._bucket = 0
         self._arrivals: list[Arrival] = []
         self._prepared: dict[str, Any] | None = None
-        self._in_place = False  # what was verified stands in the live weights already
+        self._landing: list[tuple[torch.Tensor, torch.Tensor]] = []  # live view, its bytes in the staging area
+        self._wanted: dict[int, int] | None = None  # sums of the pieces that stand in the live weights already
 
     def layout(self) -> dict[str, Any]:
         """Storages (elements, itemsize, dtype) and every tensor's shape and rows, as JSON."""
@@ -70,7 +71,8 @@ class Peer:
         staged = staging == "always" or (staging == "auto" and free >= total + spare)
         cuda = self._live.device.type == "cuda"
         if staged:
-            self._staging = torch.zeros(total + mail, dtype=torch.uint8, device=self._live.device)
+            staging = self._staging = torch.zeros(total + mail, dtype=torch.uint8, device=self._live.device)
+            self._landing = [(a.view, self._bytes(a, staging, 0)) for a in self._arrivals]
         self._bucket = bucket
         used = sorted({a.slot for a in self._arrivals})
         slots = {slot: self._live.slots[slot] for slot in used}
@@ -131,28 +133,33 @@ class Peer:
             self._staging[begin:end].view(INTEGERS[word])[positions] = values
 
     def verify(self, sums: list[list[Any]], given: bool) -> None:
-        """RuntimeError unless what arrived has the sender's checksums: [staged, nbytes, [sums]] of the staging area;
-        or, written into the live weights or `given` there by another engine, of the single pieces."""
-        self._in_place = given or self._staging is None
-        if not self._in_place:
-            assert self._staging is not None
-            for at, n, wanted in sums:
-                if checksums(self._staging[at : at + n]) != wanted:
-                    raise RuntimeError(f"{n} bytes at {at} of the staging area are not what was sent")
+        """RuntimeError unless the staging area has the sender's checksums: [staged, nbytes, sum].
+
+        What was written into the live weights, or `given` there by another engine, is left to `land`: the engine is
+        paused then, and in this thread every piece would have to wait for the idle scheduler to give way.
+        """
+        self._wanted = None
+        if given or self._staging is None:
+            self._wanted = {at: value for at, _, value in sums}
             return
-        by_piece = {at: value for at, _, (value,) in sums}
-        for arrival, (at, _, (value,)) in zip(self._arrivals, self.sums(), strict=True):
-            if by_piece.get(at) != value:
-                name = self._live.slots[arrival.slot].name
-                raise RuntimeError(f"{arrival.nbytes} bytes in {name} are not what was sent")
+        sums = sorted(sums)
+        found = area_sums(self._staging, [(at, n) for at, n, _ in sums]).tolist()
+        for (at, n, wanted), value in zip(sums, found, strict=True):
+            if value != wanted:
+                raise RuntimeError(f"{n} bytes at {at} of the staging area are not what was sent")
 
     def land(self) -> None:
-        """In the scheduler: copy the staging area into the live weights; nothing to do where there is none."""
+        """In the scheduler: copy the staging area into the live weights, or verify what was written there."""
         if not self._live.unmoved():
             raise RuntimeError("parameters were moved since their memory was registered")
-        if self._staging is not None and not self._in_place:
-            staging = self._staging
-            torch._foreach_copy_([a.view for a in self._arrivals], [self._bytes(a, staging, 0) for a in self._arrivals])
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            for arrival, (at, _, value) in zip(self._arrivals, self.sums(), strict=True):
+                if wanted.get(at) != value:
+                    name = self._live.slots[arrival.slot].name
+                    raise RuntimeError(f"{arrival.nbytes} bytes in {name} are not what was sent")
+        elif self._landing:
+            torch._foreach_copy_([view for view, _ in self._landing], [arrived for _, arrived in self._landing])
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
 
@@ -174,16 +181,16 @@ class Peer:
         return self.sums()
 
     def sums(self) -> list[list[Any]]:
-        """[staged, nbytes, [sum]] of every piece as it stands in the live weights."""
+        """[staged, nbytes, sum] of every piece as it stands in the live weights."""
         values = torch.stack([element_sum(a.view, INTEGERS[a.view.itemsize]) for a in self._arrivals]).tolist()
-        return [[a.staged, a.nbytes, [value]] for a, value in zip(self._arrivals, values, strict=True)]
+        return [[a.staged, a.nbytes, value] for a, value in zip(self._arrivals, values, strict=True)]
 
     def close(self) -> None:
         """Give memory and registrations back."""
         if self._nixl is not None:
             self._nixl.close()
-        self._nixl = self._staging = self._prepared = None
-        self._arrivals = []
+        self._nixl = self._staging = self._prepared = self._wanted = None
+        self._arrivals, self._landing = [], []
 
     def _arrival(
         self, staged: int, nbytes: int, slot: int, offset: int, shape: list[int], strides: list[int]

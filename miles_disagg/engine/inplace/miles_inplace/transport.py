@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 _POLL_SECONDS = 2e-4
-_CHUNK_WORDS = 1 << 23  # of 8 bytes, for a checksum each
 
 Region = tuple[int, int, int]
 """Address, bytes, number of the CUDA device (0 for host memory)."""
@@ -113,7 +112,8 @@ class Nixl:
                 except Exception as error:
                     del running[i]
                     errors[i] = self._failed(jobs[i], error)
-            time.sleep(_POLL_SECONDS)
+            if running:
+                time.sleep(_POLL_SECONDS)
         for job in jobs:
             if job.once:
                 self._forget(job.key)
@@ -235,11 +235,21 @@ def region(tensor: torch.Tensor) -> Region:
     return tensor.data_ptr(), tensor.nbytes, tensor.device.index or 0
 
 
-def checksums(flat: torch.Tensor) -> list[int]:
-    """Sums (wrapping) of the 8-byte words of a uint8 tensor whose size is a multiple of 8, 64 MiB at a time."""
-    words = flat.view(torch.int64)
-    parts = [words[at : at + _CHUNK_WORDS].sum() for at in range(0, words.numel(), _CHUNK_WORDS)]
-    return torch.stack(parts).tolist() if parts else []
+def area_sums(flat: torch.Tensor, areas: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Sum (wrapping) of the 8-byte words of each area [begin, begin + bytes) of a uint8 tensor: int64 [areas].
+
+    Begins and sizes are multiples of 8. Neighbours of one size are summed by one operation: in the engine's thread each
+    operation may have to wait for the scheduler.
+    """
+    runs: list[list[int]] = []  # begin, bytes of one area, areas
+    for begin, size in areas:
+        if runs and runs[-1][1] == size and runs[-1][0] + size * runs[-1][2] == begin:
+            runs[-1][2] += 1
+        else:
+            runs.append([begin, size, 1])
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    parts = [words[b // 8 : (b + n * count) // 8].view(count, n // 8).sum(1) for b, n, count in runs]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=flat.device)
 
 
 def element_sum(view: torch.Tensor, integer: torch.dtype) -> torch.Tensor:
