@@ -75,13 +75,13 @@ class Plugin:
         return info
 
     async def commit(self, identity: str, version: str) -> float:
-        """Put what was staged in place, stamp `version`; seconds in the slowest scheduler. EngineError if a rank failed."""
+        """Put what was staged in place, stamp `version`; seconds of the slowest rank. EngineError if one failed."""
         await self._hook({"op": "commit", "id": identity}, version)
         slowest = 0.0
         for rank in range(self._ranks):
             result = self._result(identity, rank)
             if not result["ok"]:
-                raise EngineError(f"the new weights could not be put in place on rank {rank}: {result['error']}")
+                raise EngineError(f"weights could not be put in place on rank {rank}: {result['error']}")
             slowest = max(slowest, float(result["seconds"]))
         return slowest
 
