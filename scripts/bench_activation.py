@@ -309,7 +309,7 @@ async def measure(name: str, directory: Path, densities: list[float], options: O
             results.append({"model": name, **row})
             version += results[-1]["activations"]
         await replica.sessions.close()
-        (answer,) = await loader.plugin.ask("compare", directory=str(directory))
+        (answer,) = await loader.plugin.call("compare", directory=str(directory))
         results[-1] |= {"elements_that_differ_at_the_end": sum(answer["wrong"].values()), **loader.describe()}
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
         loader.plugin.close()

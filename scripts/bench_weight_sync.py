@@ -262,7 +262,7 @@ def disk_mode(engine: Engine) -> Callable[[], Awaitable[tuple[float, float]]]:
 
 async def differing(receiver: PeerReceiver, directory: Path) -> int:
     """Live elements that are not the checkpoint's; all are compared."""
-    answers = await receiver.plugin.ask("compare", directory=str(directory))
+    answers = await receiver.plugin.call("compare", directory=str(directory))
     return sum(n for rank in answers for n in rank["wrong"].values())
 
 

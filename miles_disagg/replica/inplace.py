@@ -96,6 +96,18 @@ class Plugin:
             return {"ok": False, "error": f"the plugin wrote no result ({error})"}
         return result
 
+    async def call(self, op: str, **fields: Any) -> list[dict[str, Any]]:
+        """`ask`, answered in the engines' schedulers: many times faster on a GPU, but nothing is served meanwhile. The
+        engine must be idle or paused."""
+        version = str((await self._engine.server_info()).get("weight_version"))
+        identity = uuid.uuid4().hex
+        await self._hook({"op": "call", "id": identity, "request": {"op": op, **fields}}, version)
+        answers = [self._result(identity, rank) for rank in range(self._ranks)]
+        for rank, answer in enumerate(answers):
+            if not answer["ok"]:
+                raise InPlaceUnavailable(f"rank {rank}: {answer['error']}")
+        return answers
+
     async def ask(self, op: str, **fields: Any) -> list[dict[str, Any]]:
         """Ask every rank's session; their answers. InPlaceUnavailable with the first error."""
         if self._directory is None:
@@ -183,11 +195,11 @@ class InPlaceLoader:
         try:
             described = await self.plugin.open(checkpoint)
             for rank, answer in enumerate(
-                await self.plugin.ask("probe", directory=str(checkpoint), limit=_PROBE_SAMPLES)
+                await self.plugin.call("probe", directory=str(checkpoint), limit=_PROBE_SAMPLES)
             ):
                 if answer["mismatch"]:
                     raise InPlaceUnavailable(f"rank {rank}: {answer['mismatch']} is not where its map says")
-            await self.plugin.ask("verify")
+            await self.plugin.call("verify")
         except InPlaceUnavailable:
             raise
         except EngineError as error:

@@ -68,15 +68,11 @@ class PeerReceiver:
                 await self._engine.pause("in_place")
             try:
                 await self.plugin.open(self._checkpoint)
+                if not self._layouts:  # later, the engine may hold a newer version; its layout is compared instead
+                    await self._probe()
             finally:
                 if paused:
                     await self._engine.resume()
-            if not self._layouts:  # later, the engine may hold a newer version; its layout is compared instead
-                for rank, answer in enumerate(
-                    await self.plugin.ask("probe", directory=str(self._checkpoint), limit=_PROBE_SAMPLES)
-                ):
-                    if answer["mismatch"]:
-                        raise InPlaceUnavailable(f"rank {rank}: {answer['mismatch']} is not where its map says")
             raw = await self.plugin.ask("peer_layout")
         except InPlaceUnavailable as error:
             raise EngineError(f"{self._name} cannot receive weights peer to peer: {error}") from error
@@ -84,6 +80,12 @@ class PeerReceiver:
         if self._layouts and [fingerprint(a) for a in found] != [fingerprint(b) for b in self._layouts]:
             raise EngineError(f"{self._name} was started anew with another layout of its weights: restart the run")
         self._layouts, self._tokens = found, []
+
+    async def _probe(self) -> None:
+        probe = self.plugin.call("probe", directory=str(self._checkpoint), limit=_PROBE_SAMPLES)
+        for rank, answer in enumerate(await probe):
+            if answer["mismatch"]:
+                raise InPlaceUnavailable(f"rank {rank}: {answer['mismatch']} is not where its map says")
 
     def adopt(self, targets: Sequence[int], arrivals: Sequence[list[list[Any]]], mail: int = 0) -> None:
         """Its ranks' numbers in the plan, what each receives, and bytes of each one's mailboxes for changes."""

@@ -71,8 +71,8 @@ class Peer:
         staged = staging == "always" or (staging == "auto" and free >= total + spare)
         cuda = self._live.device.type == "cuda"
         if staged:
-            staging = self._staging = torch.zeros(total + mail, dtype=torch.uint8, device=self._live.device)
-            self._landing = [(a.view, self._bytes(a, staging, 0)) for a in self._arrivals]
+            area = self._staging = torch.zeros(total + mail, dtype=torch.uint8, device=self._live.device)
+            self._landing = [(a.view, self._bytes(a, area, 0)) for a in self._arrivals]
         self._bucket = bucket
         used = sorted({a.slot for a in self._arrivals})
         slots = {slot: self._live.slots[slot] for slot in used}

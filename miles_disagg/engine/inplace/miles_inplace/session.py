@@ -1,7 +1,8 @@
 """One rank's session: the map, the patch being staged, and the thread that answers on `rank-<n>.sock`.
 
 One JSON object a line in, one out: {"ok": true, ...} or {"ok": false, "error": "..."}. The thread works on a stream of
-its own while the scheduler serves; `commit` alone runs in the scheduler, between two batches.
+its own while the scheduler serves. `commit` runs in the scheduler, between two batches, and so does what is `call`ed:
+requests of many small operations, when nothing is to be served.
 """
 
 from __future__ import annotations
@@ -86,12 +87,17 @@ class Session:
         except BaseException as error:
             self._tracked = None
             result = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        # A file, not the socket: under the pause nothing should depend on when the thread gets a turn.
-        with contextlib.suppress(OSError), open(self._result_path(identity), "w") as file:
-            json.dump(result, file)
+        self._note(identity, result)
 
-    def _result_path(self, identity: str) -> str:
-        return os.path.join(self._directory, f"{identity}-{self._rank}.json")
+    def call(self, identity: str, request: dict[str, Any]) -> None:
+        """In the scheduler: answer a request that the thread would answer too, and note the answer. Never raises."""
+        self._note(identity, self._answered(request))
+
+    def _note(self, identity: str, result: dict[str, Any]) -> None:
+        # A file, not the socket: under the pause nothing should depend on when the thread gets a turn.
+        path = os.path.join(self._directory, f"{identity}-{self._rank}.json")
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump(result, file)
 
     # --- in the thread ------------------------------------------------------------------------------
 
@@ -116,9 +122,15 @@ class Session:
                 continue
 
     def _answer(self, line: bytes) -> dict[str, Any]:
-        begun = time.perf_counter()
         try:
             request = json.loads(line)
+        except ValueError as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        return self._answered(request)
+
+    def _answered(self, request: dict[str, Any]) -> dict[str, Any]:
+        begun = time.perf_counter()
+        try:
             action = getattr(self, "_do_" + request.pop("op"))
             with torch.no_grad(), self._own_stream():
                 out = action(**request)
