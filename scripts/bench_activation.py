@@ -173,10 +173,10 @@ class IpcLoader:
 
 
 class Load:
-    """Requests in flight through a replica: each that ends is started anew."""
+    """Requests in flight through a replica: each that ends is started anew. tokens: of one answer."""
 
-    def __init__(self, replica: Replica, vocab: int):
-        self._replica, self._vocab, self._tasks = replica, vocab, []
+    def __init__(self, replica: Replica, vocab: int, tokens: int):
+        self._replica, self._vocab, self._length, self._tasks = replica, vocab, tokens, []
         self.first_seen: dict[int, float] = {}
         self.tokens = 0
 
@@ -186,7 +186,7 @@ class Load:
             body = {
                 "input_ids": rng.integers(10, self._vocab, 32).tolist(),
                 "rid": uuid.uuid4().hex,
-                "sampling_params": {"max_new_tokens": 2048, "ignore_eos": True, "temperature": 1.0},
+                "sampling_params": {"max_new_tokens": self._length, "ignore_eos": True, "temperature": 1.0},
             }
             seen = 0
             async for chunk in self._replica.sessions.stream(parse_requests("/generate", body)[0][0]):
@@ -226,7 +226,8 @@ async def _mode(
     """Activations of one kind under load; density 0: all weights are loaded."""
     there, back = directory.parent / "there.safetensors", directory.parent / "back.safetensors"
     elements = make_patches(directory, density, there, back, options.device) if density else 0
-    load = Load(replica, sizes_of(name)[0][-1])
+    room = int((await replica.engine.server_info())["max_total_num_tokens"]) // options.in_flight  # KV of one request
+    load = Load(replica, sizes_of(name)[0][-1], max(64, min(2048, room // 2)))
     await load.start(options.in_flight)
     begun, tokens = time.monotonic(), load.tokens
     await asyncio.sleep(3.0)

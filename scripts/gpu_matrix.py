@@ -160,7 +160,8 @@ def make_model(row: dict[str, Any], options: Options, device: str) -> None:
     if row["part"] == "run":
         from miles_disagg.prompts.quickstart import Recipe, make_quickstart
 
-        made = make_quickstart(path, Recipe(layers=4, experts=8 if experts else 0))
+        hidden = 256 if device == "cuda" else 128  # four heads: of 64 elements, the least that SGLang takes on CUDA
+        made = make_quickstart(path, Recipe(hidden_size=hidden, layers=4, experts=8 if experts else 0))
         print(f"{path}: {made.parameters:,} parameters, accuracy {made.greedy_accuracy:.2f}", file=sys.stderr)
         return
     if path.exists():

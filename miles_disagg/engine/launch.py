@@ -38,7 +38,6 @@ _SGLANG_CPU_FLAGS = (
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
     "--disable-overlap-schedule",
-    "--sleep-on-idle",
     *("--max-total-tokens", "20000"),
     *("--max-running-requests", "16"),
 )
@@ -133,6 +132,7 @@ def sglang(
         command += ["--device", device.partition(":")[0]]
         environment |= {"NCCL_CUMEM_ENABLE": "0"}
     command += ["--incremental-streaming-output"]  # a chunk grows with what is new, not with the whole answer
+    command += ["--sleep-on-idle"]  # an idle scheduler polls otherwise, and the plugin's thread waits long for a turn
     if api_key:
         command += ["--api-key", api_key]
     unset = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python is not None else ()
