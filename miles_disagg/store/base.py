@@ -146,6 +146,19 @@ def open_store(url: str) -> ObjectStore:
     return LocalStore(Path(url.removeprefix("file://")))
 
 
+def store_time(objects: ObjectStore) -> float:
+    """What the store's clock shows, Unix time in seconds: the time that it gives to an object written now."""
+    place = f"{PROBES}/clock-{uuid.uuid4().hex}"
+    key = f"{place}/now"
+    objects.put(key, b"?")
+    try:
+        return next(info.modified for info in objects.list(place))
+    except StopIteration:
+        raise StoreError(f"{objects.url} does not list {key!r}, which was just written") from None
+    finally:
+        objects.delete(key)
+
+
 def check_races(objects: ObjectStore, remedy: str) -> None:
     """StoreError with `remedy` if the store lets a write through whose condition does not hold."""
     key = f"{PROBES}/{uuid.uuid4().hex}"

@@ -1,6 +1,8 @@
-"""Leases: what a reader is about to read, so that retention leaves it alone until a deadline.
+"""Leases: what a reader is about to read, so that retention leaves it alone for a while.
 
-A lease lives in `<run_id>/leases/<reader>.json`. What it protects is decided in `retention`.
+A lease lives in `<run_id>/leases/<reader>.json`. What it protects is decided in `retention`. Hosts' clocks may be minutes
+apart, so a lease is as old as the store's own clock says: the time at which the store took it, against the time at
+which it takes another object now (`base.store_time`).
 """
 
 from __future__ import annotations
@@ -18,17 +20,27 @@ from miles_disagg.store.base import ObjectNotFound, ObjectStore, StoreError
 from miles_disagg.store.claims import MAX_JSON_BYTES, json_field, load_json_object
 
 DEFAULT_TTL = 300.0
+_TICK = 2.0  # seconds to which stores round the times of their objects
 
 
 @dataclass(frozen=True)
 class Lease:
-    """`reader` is building `target` of `run_id` from `have` (None: from nothing). expires: Unix time in seconds."""
+    """`reader` is building `target` of `run_id` from `have` (None: from nothing), for `ttl` seconds.
+
+    expires: by the reader's clock, for people to read. taken: by the store's, 0 until it is read back; Unix seconds.
+    """
 
     run_id: str
     reader: str
     target: int
     have: int | None
     expires: float
+    ttl: float = DEFAULT_TTL
+    taken: float = 0.0
+
+    def is_live(self, now: float) -> bool:
+        """Whether it protects something at `now`, by the store's clock."""
+        return now - self.taken <= self.ttl + _TICK
 
     @property
     def key(self) -> str:
@@ -43,8 +55,9 @@ def take_lease(
 
     Plan *after* taking it: a gc that started earlier may still remove files, and then a new plan finds a way round.
     """
-    lease = Lease(run_id, reader, target, have, time.time() + ttl)
-    objects.put(lease.key, json.dumps(asdict(lease)).encode())
+    lease = Lease(run_id, reader, target, have, time.time() + ttl, ttl)
+    body = {name: value for name, value in asdict(lease).items() if name != "taken"}
+    objects.put(lease.key, json.dumps(body).encode())
     return lease
 
 
@@ -82,20 +95,22 @@ def leases(objects: ObjectStore, run_id: str) -> Iterator[Lease]:
             body = load_json_object(objects.get(info.key, MAX_JSON_BYTES), info.key)
             have = None if body.get("have") is None else json_field(body, "have", int, info.key)
             target, expires = json_field(body, "target", int, info.key), json_field(body, "expires", float, info.key)
-            lease = Lease(run_id, json_field(body, "reader", str, info.key), target, have, expires)
+            ttl = json_field({"ttl": DEFAULT_TTL, **body}, "ttl", float, info.key)  # older readers write none
+            reader = json_field(body, "reader", str, info.key)
+            lease = Lease(run_id, reader, target, have, expires, ttl, info.modified)
         except (ObjectNotFound, CheckpointError):
             continue
         if lease.key == info.key:
             yield lease
 
 
-def live_leases(objects: ObjectStore, run_id: str, now: float) -> Iterator[Lease]:
-    """Leases that have not lapsed."""
-    return (lease for lease in leases(objects, run_id) if lease.expires > now)
+def live_leases(objects: ObjectStore, run_id: str, now: float) -> list[Lease]:
+    """Leases that have not lapsed at `now`, by the store's clock."""
+    return [lease for lease in leases(objects, run_id) if lease.is_live(now)]
 
 
 def drop_lapsed(objects: ObjectStore, run_id: str, now: float) -> None:
-    """Remove leases whose readers are gone."""
+    """Remove leases whose readers are gone, at `now` by the store's clock."""
     for lease in leases(objects, run_id):
-        if lease.expires <= now:
+        if not lease.is_live(now):
             release_lease(objects, lease)

@@ -7,12 +7,11 @@ publication, shortcuts at the pointer may be being written.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from miles_disagg.domain.errors import ChainBroken, InvalidVersionRef, VersionNotFound
 from miles_disagg.domain.versions import VersionRef, parse_version_directory
-from miles_disagg.store.base import PROBES
+from miles_disagg.store.base import PROBES, store_time
 from miles_disagg.store.leases import drop_lapsed, live_leases
 from miles_disagg.store.lineage import SHORTCUTS, version_key
 from miles_disagg.store.versions import VersionStore, remove_version
@@ -31,7 +30,7 @@ class Collected:
 
 
 def needed_versions(store: VersionStore, run_id: str, latest: int, keep: int, now: float) -> set[str]:
-    """Key prefixes of versions and shortcuts whose files must stay."""
+    """Key prefixes of versions and shortcuts whose files must stay. now: by the store's clock."""
     wanted = [(version, None) for version in store.versions(run_id) if version <= latest][-max(1, keep) :]
     wanted += [(lease.target, lease.have) for lease in live_leases(store.objects, run_id, now)]
     needed = {version_key(VersionRef(run_id, v), k) for k in SHORTCUTS for v in store.shortcuts(run_id, k)[-1:]}
@@ -59,9 +58,10 @@ def collect(
 
     keep: how many of the newest versions stay buildable. acknowledged: newest version that every reader serves or has
     passed: full versions up to it go even within `keep` (never the newest). keep_files: remove no version at all, only
-    leftovers. stale_after: age in seconds from which an unfinished write counts as left by a crash.
+    leftovers. stale_after: age in seconds from which an unfinished write counts as left by a crash. now: another time
+    than the store's clock shows.
     """
-    now = time.time() if now is None else now
+    now = store_time(store.objects) if now is None else now
     pointer = store.latest()
     unfinished = store.objects.sweep(stale_after) + _old_probes(store, now - stale_after)
     if pointer is None or pointer.run_id != run_id:

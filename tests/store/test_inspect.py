@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -137,7 +139,8 @@ def test_gc_says_first_and_removes_then(world, capsys) -> None:
 
 def test_looking_changes_nothing_and_stray_files_are_no_versions(world, capsys) -> None:
     store, _, _ = world
-    take_lease(LocalStore(store), "run", "gone", target=4, have=None, ttl=-1)
+    take_lease(LocalStore(store), "run", "gone", target=4, have=None, ttl=60)
+    os.utime(store / "run" / "leases" / "gone.json", (time.time() - 70, time.time() - 70))
     for name in ("weight_v1", "weight_v000004-copy", "notes"):
         (store / "run" / name).mkdir()
         (store / "run" / name / "model.safetensors").write_bytes(b"x")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from miles_disagg.domain.errors import CheckpointError, InvalidVersionRef
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.store.leases import leased, leases, live_leases, release_lease, take_lease
+from miles_disagg.store.base import ObjectStore, store_time
+from miles_disagg.store.leases import DEFAULT_TTL, leased, leases, live_leases, release_lease, take_lease
 from miles_disagg.store.local import LocalStore
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.store.retention import Collected, collect
@@ -80,7 +84,7 @@ def test_a_lease_protects_until_its_deadline_or_release(store: VersionStore) -> 
     release_lease(store.objects, lease)
     take_lease(store.objects, "run", "reader", target=3, have=2, ttl=60)
     assert collect(store, "run", keep=1).versions == (2,)
-    assert collect(store, "run", keep=1, now=time.time() + 61).versions == (3,)
+    assert collect(store, "run", keep=1, now=store_time(store.objects) + 63).versions == (3,)
     assert list(leases(store.objects, "run")) == [], "a lapsed one is removed"
 
 
@@ -88,10 +92,42 @@ def test_a_slow_reader_keeps_its_lease_for_as_long_as_it_reads(store: VersionSto
     publish(store, "dFdF")
     with leased(store.objects, "run", "slow", target=3, have=None, ttl=0.3):
         time.sleep(0.5)
-        assert [lease.target for lease in live_leases(store.objects, "run", time.time())] == [3]
+        lease = next(iter(leases(store.objects, "run")))
+        assert (lease.target, lease.is_live(lease.taken + 0.3)) == (3, True)
+        assert time.time() - lease.taken < 0.5, "renewed"
         assert collect(store, "run", keep=1).versions == (1,)
     assert list(leases(store.objects, "run")) == []
     assert collect(store, "run", keep=1).versions == (2, 3)
+
+
+@pytest.mark.parametrize("skew", [-600.0, 600.0])
+@pytest.mark.parametrize("whose", ["reader", "collector"])
+def test_a_clock_that_is_ten_minutes_off_neither_ends_a_lease_nor_keeps_one(
+    new_store: Callable[[], ObjectStore], monkeypatch: pytest.MonkeyPatch, skew: float, whose: str
+) -> None:
+    store, clock = VersionStore(new_store()), time.time
+    store.claim("run", "digest")
+    publish(store, "FFFF")
+    with monkeypatch.context() as off:
+        if whose == "reader":
+            off.setattr(time, "time", lambda: clock() + skew)
+        take_lease(store.objects, "run", "reader", target=2, have=None, ttl=60)
+    if whose == "collector":
+        monkeypatch.setattr(time, "time", lambda: clock() + skew)
+    assert collect(store, "run", keep=1).versions == (1, 3)
+    assert [lease.reader for lease in live_leases(store.objects, "run", store_time(store.objects) + 50)] == ["reader"]
+    assert collect(store, "run", keep=1, now=store_time(store.objects) + 70).versions == (2,)
+
+
+def test_a_lease_written_by_an_older_reader_counts_for_the_usual_time(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, "FF")
+    body = {"run_id": "run", "reader": "old", "target": 1, "have": None, "expires": 0.0}
+    store.objects.put("run/leases/old.json", json.dumps(body).encode())
+    assert collect(store, "run", keep=1).versions == ()
+    aged = time.time() - DEFAULT_TTL - 10
+    os.utime(tmp_path / "run" / "leases" / "old.json", (aged, aged))
+    assert collect(store, "run", keep=1).versions == (1,)
+    assert not (tmp_path / "run" / "leases").exists()
 
 
 def test_what_is_no_lease_protects_nothing_and_is_left_alone(store: VersionStore, tmp_path: Path) -> None:
