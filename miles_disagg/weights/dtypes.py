@@ -31,9 +31,11 @@ OF_TORCH: dict[str, str] = {
 """`str(tensor.dtype)` to safetensors dtype string."""
 
 _UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-# dtype -> mask such that (bits & mask) == mask means NaN or Inf, on unsigned integers of the element's size.
-_NON_FINITE_MASK = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000,
-                    "F8_E5M2": 0x7C, "F8_E4M3": 0x7F, "F8_E8M0": 0xFF}  # fmt: skip
+# dtype -> (mask, pattern): (bits & mask) == pattern means NaN or Inf, on unsigned integers of the element's size.
+_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000,
+             "F8_E5M2": 0x7C, "F8_E4M3": 0x7F, "F8_E8M0": 0xFF}  # fmt: skip
+_NON_FINITE = {dtype: (mask, mask) for dtype, mask in _EXPONENT.items()}
+_NON_FINITE |= {"F8_E4M3FNUZ": (0xFF, 0x80), "F8_E5M2FNUZ": (0xFF, 0x80)}  # no infinity; NaN where -0 would be
 
 
 def element_size(dtype: str) -> int:
@@ -54,18 +56,17 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     return bits // 8
 
 
-def non_finite_mask(dtype: str) -> int:
-    """Mask m with `bits & m == m` exactly for NaN and Inf; 0 where the dtype has neither (integers)."""
-    return _NON_FINITE_MASK.get(dtype, 0)
+def non_finite_test(dtype: str) -> tuple[int, int]:
+    """(mask, pattern) with `bits & mask == pattern` exactly for NaN and Inf; never where the dtype has neither."""
+    return _NON_FINITE.get(dtype, (0, 1))
 
 
 def count_non_finite(values: np.ndarray, dtype: str) -> int:
     """How many of `values` (unsigned integers of the element's size) are NaN or Inf in `dtype`."""
-    mask = non_finite_mask(dtype)
-    if not mask:
+    if dtype not in _NON_FINITE:
         return 0
-    bits = values.dtype.type(mask)
-    return int(np.count_nonzero((values & bits) == bits))
+    mask, pattern = map(values.dtype.type, _NON_FINITE[dtype])
+    return int(np.count_nonzero((values & mask) == pattern))
 
 
 def _bits(dtype: str) -> int:

@@ -15,8 +15,9 @@ import torch
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.weights.codecs import sparse_format as sparse
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, EncodeStats, Sink
+from miles_disagg.weights.codecs.scratch import scratch
 from miles_disagg.weights.device_diff import as_integers, changes
-from miles_disagg.weights.dtypes import element_size, non_finite_mask, unsigned
+from miles_disagg.weights.dtypes import element_size, non_finite_test, unsigned
 
 _SLAB_BLOCKS = 64
 """Blocks compared at a time: enough work for a GPU, 512 MiB of each tensor."""
@@ -63,9 +64,8 @@ class _Found(NamedTuple):
         positions, before, after = changes(old, new)
         moved = after - before
         values = (moved << 1) ^ (moved >> (8 * moved.element_size() - 1))
-        mask, bad = _signed(non_finite_mask(dtype), dtype), 0
-        if mask:
-            bad = int(((after & mask) == mask).sum())
+        mask, pattern = (_signed(bits, dtype) for bits in non_finite_test(dtype))
+        bad = int(((after & mask) == pattern).sum()) if mask else 0
         return cls(positions.cpu().numpy().astype(np.int64), values.cpu().numpy().view(unsigned(dtype)), bad)
 
     def within(self, begin: int, end: int) -> _Found:
@@ -77,6 +77,7 @@ class _Found(NamedTuple):
 def _write_block(
     old: torch.Tensor, new: torch.Tensor, dtype: str, by_class: bool, found: _Found, out: sparse.Compressor
 ) -> None:
+    scratch.begin()
     positions, values = found.positions, found.values
     n, elements = positions.size, old.numel()
     if not n:
@@ -97,7 +98,7 @@ def _write_block(
         on_device = torch.from_numpy(positions).to(old.device)
         ranks, order, counts = _class_gaps(old, on_device, thresholds)
         gaps, values = ranks.cpu().numpy(), values[order.cpu().numpy()]
-    sparse.write_sparse(out, thresholds, counts, gaps.astype(np.uint32), values)
+    sparse.write_sparse(out, thresholds.tolist(), counts.tolist(), gaps.astype(np.uint32), values)
 
 
 def _class_gaps(
@@ -120,7 +121,7 @@ def _class_gaps(
     return torch.cat(gaps), torch.cat(order), counts
 
 
-def _signed(mask: int, dtype: str) -> int:
-    """The integer that a device's signed elements call `mask`."""
-    bits = 8 * element_size(dtype)
-    return mask - (1 << bits) if mask >> (bits - 1) else mask
+def _signed(bits: int, dtype: str) -> int:
+    """The integer that a device's signed elements call `bits`."""
+    size = 8 * element_size(dtype)
+    return bits - (1 << size) if bits >> (size - 1) else bits

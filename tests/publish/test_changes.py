@@ -7,6 +7,7 @@ from miles_disagg.domain.errors import NonFiniteWeights
 from miles_disagg.publish.changes import changed_bucket
 from miles_disagg.publish.finite import refuse_non_finite
 
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
 METAS = (
     ("scale", torch.uint8, (3,)),  # what follows it is at an odd offset
     ("a", torch.bfloat16, (40, 50)),
@@ -49,6 +50,16 @@ def test_only_changes_are_sent_and_a_dense_tensor_as_itself():
     after[positions] = values
     assert torch.equal(after, new[3:4003].clone().view(torch.int16))
     assert torch.equal(flat[6 * found :], new[4003:4123])
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_every_fp8_code_is_refused_exactly_where_torch_calls_it_nan_or_infinite(dtype):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    sound = codes.float().isfinite()
+    refuse_non_finite([("good", codes.view(torch.uint8)[sound].view(dtype))])
+    for code in codes.view(torch.uint8)[~sound].view(dtype):
+        with pytest.raises(NonFiniteWeights, match="'bad'"):
+            refuse_non_finite([("bad", torch.stack([code.view(torch.uint8)] * 2).view(dtype))])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])

@@ -3,6 +3,7 @@
 import numba
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,11 @@ from miles_disagg.weights.codecs import (
     vector,
 )
 from miles_disagg.weights.digest import CHECKSUM_FORMATS, digest
-from miles_disagg.weights.dtypes import BITS, count_non_finite, element_size, tensor_nbytes, unsigned
+from miles_disagg.weights.dtypes import BITS, OF_TORCH, count_non_finite, element_size, tensor_nbytes, unsigned
+from miles_disagg.weights.gpu_delta import encode_on_device
 
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+SIXTEEN = [torch.float16, torch.bfloat16]
 RELAXED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -63,6 +67,20 @@ def test_a_frame_turns_base_into_target_bit_for_bit(encoding, update):
     apply_frame(codec, frame, target, dtype, after)
     np.testing.assert_array_equal(target, new)
     assert after.hexdigest() == hasher.hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [*FP8, *SIXTEEN], ids=str)
+def test_every_code_counts_as_non_finite_exactly_where_torch_says_so(dtype):
+    name, bits = OF_TORCH[str(dtype)], 8 * dtype.itemsize
+    codes = torch.arange(1 << bits, dtype=torch.int32).to(torch.uint8 if bits == 8 else torch.uint16)
+    bad = ~codes.view(dtype).float().isfinite()
+    assert [count_non_finite(code, name) for code in codes.numpy().reshape(-1, 1)] == bad.int().tolist()
+    new = codes.view(torch.uint8).numpy()
+    old = new ^ np.tile(np.array([1, *[0] * (dtype.itemsize - 1)], np.uint8), codes.numel())
+    for encoding in DELTA_ENCODINGS:
+        assert encode_frame(get_codec(encoding), old, new, name)[1].non_finite == int(bad.sum())
+    pair = (torch.from_numpy(array).view(dtype) for array in (old, new))
+    assert encode_on_device(*pair, name, lambda _: None).non_finite == int(bad.sum())
 
 
 @pytest.mark.parametrize("encoding", DELTA_ENCODINGS)

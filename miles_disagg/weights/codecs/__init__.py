@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, Codec, Decoder, EncodeStats, apply_frame, encode_frame
 from miles_disagg.weights.digest import DEFAULT_CHECKSUM, Hasher, new_hasher
@@ -38,10 +40,15 @@ def get_codec(encoding: str) -> Codec:
     raise CheckpointError(f"unknown delta_encoding {encoding!r}; known: {', '.join(DELTA_ENCODINGS)}")
 
 
+@cache
+def _kernel_hasher() -> type[Hasher]:
+    from miles_disagg.weights.codecs.xxh3 import Xxh3
+
+    return Xxh3
+
+
 def codec_hasher(checksum_format: str = DEFAULT_CHECKSUM) -> Hasher:
     """`digest.new_hasher` for bytes that pass through a codec: if there is one, a hasher that works in its loops."""
     if checksum_format == "xxh3-128":
-        from miles_disagg.weights.codecs.xxh3 import Xxh3
-
-        return Xxh3()
+        return _kernel_hasher()()
     return new_hasher(checksum_format)

@@ -13,6 +13,7 @@ import numpy as np
 import zstandard
 
 from miles_disagg.domain.errors import CheckpointError
+from miles_disagg.weights.codecs.scratch import idle
 from miles_disagg.weights.digest import Hasher
 
 BLOCK_BYTES = 8 << 20
@@ -90,15 +91,38 @@ def check_pair(old: np.ndarray, new: np.ndarray) -> None:
         raise CheckpointError(f"base has {old.size} bytes, target has {new.size}: a delta cannot change a shape")
 
 
+def _has_small_window(frame: memoryview) -> bool:
+    """Whether a decompressor may be kept after this frame: it keeps as much memory as the frame asked for."""
+    try:
+        return zstandard.get_frame_parameters(frame).window_size <= 1 << 20
+    except zstandard.ZstdError:  # not a frame: reading it says so
+        return False
+
+
 class FrameReader:
     """Exact reads from one zstd frame with bounded memory; every defect is a CheckpointError."""
 
+    _AHEAD_BYTES = 4096
     _WINDOW_BYTES = 16 << 20  # what a frame may make us allocate; ours need 2 MiB, zstd -19 needs 8
 
     def __init__(self, frame: Any):
-        self._reader = zstandard.ZstdDecompressor(max_window_size=self._WINDOW_BYTES).stream_reader(
-            memoryview(frame), read_across_frames=False
+        view = memoryview(frame)
+        self._keep = _has_small_window(view)
+        contexts = idle.decompressors if self._keep else []
+        self._context = (
+            contexts.pop() if contexts else zstandard.ZstdDecompressor(max_window_size=self._WINDOW_BYTES)
         )
+        self._reader = self._context.stream_reader(view, read_across_frames=False)
+        self._ahead = b""  # decompressed, not yet asked for
+
+    def take(self, length: int) -> bytes:
+        """The next `length` decompressed bytes, where they are few."""
+        if len(self._ahead) < length:
+            self._ahead += self._valid(self._reader.read, self._AHEAD_BYTES)
+            if len(self._ahead) < length:
+                raise CheckpointError(f"frame ends {length - len(self._ahead)} bytes early (truncated?)")
+        taken, self._ahead = self._ahead[:length], self._ahead[length:]
+        return taken
 
     def read(self, length: int) -> np.ndarray:
         """The next `length` decompressed bytes, uint8; CheckpointError if the frame has fewer."""
@@ -109,8 +133,12 @@ class FrameReader:
     def read_into(self, out: np.ndarray) -> None:
         """Fill `out` (contiguous, any dtype) with the next decompressed bytes."""
         view, got = out.data.cast("B") if out.size else memoryview(b""), 0
+        if self._ahead:
+            got = min(len(self._ahead), len(view))
+            view[:got] = self._ahead[:got]
+            self._ahead = self._ahead[got:]
         while got < len(view):
-            count = self._readinto(view[got:])
+            count = self._valid(self._reader.readinto, view[got:])
             if not count:
                 raise CheckpointError(f"frame ends {len(view) - got} bytes early (truncated?)")
             got += count
@@ -123,12 +151,15 @@ class FrameReader:
             length -= step
 
     def finish(self) -> None:
-        """CheckpointError if anything is left."""
-        if self._readinto(memoryview(bytearray(1))):
+        """CheckpointError if anything is left. The reader is of no use afterwards."""
+        if self._ahead or self._valid(self._reader.read, 1):
             raise CheckpointError("frame has more data than the tensor")
+        if self._keep:
+            idle.decompressors.append(self._context)
+            self._keep = False
 
-    def _readinto(self, view: memoryview) -> int:
+    def _valid(self, read: Callable[[Any], Any], what: Any) -> Any:
         try:
-            return self._reader.readinto(view)  # type: ignore[arg-type]
+            return read(what)
         except zstandard.ZstdError as error:
             raise CheckpointError(f"frame is not valid zstd: {error}") from None

@@ -23,45 +23,97 @@ _inline = njit(nogil=True, cache=True, boundscheck=False, inline="always")  # a 
 
 
 @_jit
-def scan(old, new, elements, zero, finite_mask, positions, values, state, secret) -> tuple[int, int]:
+def scan(old, new, elements, zero, non_finite, positions, values, state, secret) -> tuple[int, int]:
     """Positions (u4) and values of the elements that differ; (how many, how many of them become NaN or Inf).
 
-    Both outputs need SLACK spare entries. Digests all whole CHUNKs of `new` but the last bytes (1 to CHUNK).
+    Both outputs need SLACK spare entries. non_finite: (mask, pattern), see `dtypes.non_finite_test`. Digests all whole
+    CHUNKs of `new` but the last bytes (1 to CHUNK).
     """
-    width, one = np.int64(width_of(zero)), np.uint64(1)
+    width = np.int64(width_of(zero))
     a, b = np.uint64(old), np.uint64(new)
     chunks = max(elements * width - 1, 0) // CHUNK if state else 0
-    n = bad = 0
+    n, bad = np.uint64(0), np.int64(0)
     for begin in range(0, elements, PIECE // width):
         end, first = min(begin + PIECE // width, elements), n
-        for at in range(begin, end, GROUP):
-            here = np.uint64(at * width)
-            if at + GROUP <= elements:
-                mask = differ(a + here, b + here, zero)
-            else:
-                mask = np.uint64(0)
-                for j in range(at, elements):
-                    shift = np.uint64(j * width)
-                    if load(a + shift, zero) != load(b + shift, zero):
-                        mask |= one << np.uint64(j - at)
-            # Two at a time whether there are any or not: most groups have at most two, and no branch is guessed wrong.
-            last = n + count_bits(mask)
-            while True:
-                positions[n] = at + lowest_bit(mask)
-                mask &= mask - one
-                positions[n + 1] = at + lowest_bit(mask)
-                mask &= mask - one
-                n += 2
-                if n >= last:
-                    break
-            n = last
+        n = _find(a, b, begin, end, zero, positions, n)
         for i in range(first, n):
             shift = np.uint64(positions[i]) * np.uint64(width)
             after = np.uint64(load(b + shift, zero))
             values[i] = _zigzag(after - np.uint64(load(a + shift, zero)), width)
-            bad += np.int64(finite_mask != 0 and (after & finite_mask) == finite_mask)
+            bad += np.int64((after & non_finite[0]) == non_finite[1])
         digest(b, begin * width, min(chunks, end * width // CHUNK), state, secret)
-    return n, bad
+    return np.int64(n), bad
+
+
+@_jit
+def scan_packed(old, new, elements, zero, non_finite, gaps, values, low, codes, large, state, secret):
+    """`scan` on the way to one class: gaps (u4) for positions, and also packed.
+
+    low: the gaps as `pack_gaps` writes them when narrow. codes (u1): what `pack_codes` takes. large: the values of
+    ESCAPED and more, with one spare entry. (How many, how many become NaN or Inf, bytes in `low`, sum of the gaps,
+    greatest value, how many are in `large`.)
+    """
+    width = np.int64(width_of(zero))
+    a, b = np.uint64(old), np.uint64(new)
+    chunks = max(elements * width - 1, 0) // CHUNK if state else 0
+    n, packed, larger, one, most = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(1), np.uint64(255)
+    top, before, bad = np.uint64(0), np.uint64(0), np.int64(0)  # before: the last position, plus one
+    for begin in range(0, elements, PIECE // width):
+        end, first = min(begin + PIECE // width, elements), n
+        n = _find(a, b, begin, end, zero, gaps, n)
+        for i in range(first, n):
+            position = np.uint64(gaps[i])
+            shift = position * np.uint64(width)
+            after = np.uint64(load(b + shift, zero))
+            value = _zigzag(after - np.uint64(load(a + shift, zero)), width)
+            bad += np.int64((after & non_finite[0]) == non_finite[1])
+            values[i], codes[i], large[larger] = value, _code(value), value
+            larger += np.uint64(value >= np.uint64(ESCAPED))
+            top = max(top, value)
+            gap = position - before
+            gaps[i], before = gap, position + one
+            while gap >= most:
+                low[packed] = most
+                packed += one
+                gap -= most
+            low[packed] = gap
+            packed += one
+        digest(b, begin * width, min(chunks, end * width // CHUNK), state, secret)
+    return np.int64(n), bad, np.int64(packed), np.int64(before - n), top, np.int64(larger)
+
+
+@_inline
+def _find(a, b, begin, end, zero, positions, n):
+    """Positions of the elements in [begin, end) that differ, from entry `n` (u8) on; n and their number."""
+    width, one, two = np.uint64(width_of(zero)), np.uint64(1), np.uint64(2)
+    for at in range(begin, end, GROUP):
+        here = np.uint64(at) * width
+        if at + GROUP <= end:
+            mask = differ(a + here, b + here, zero)
+        else:
+            mask = np.uint64(0)
+            for j in range(at, end):
+                shift = np.uint64(j) * width
+                if load(a + shift, zero) != load(b + shift, zero):
+                    mask |= one << np.uint64(j - at)
+        # Two at a time whether there are any or not: most groups have at most two, and no branch is guessed wrong.
+        last = n + np.uint64(count_bits(mask))
+        while True:
+            positions[n] = at + lowest_bit(mask)
+            mask &= mask - one
+            positions[n + one] = at + lowest_bit(mask)
+            mask &= mask - one
+            n += two
+            if n >= last:
+                break
+        n = last
+    return n
+
+
+@_inline
+def _code(value):
+    """A value as it is packed: minus one, and ESCAPED for all that are as large or larger."""
+    return min(value, np.uint64(ESCAPED)) - np.uint64(1)
 
 
 @_inline
@@ -104,7 +156,7 @@ def apply_gaps(target, elements, zero, low, low_bytes, high, high_bytes, wide, v
     for begin in range(0, elements, PIECE // width):
         end = min(begin + PIECE // width, elements)
         while position < end:
-            add_value(a + np.uint64(position * width), values[i], zero)
+            add_value(a + np.uint64(position * width), values[np.uint64(i)], zero)
             i += 1
             if i == n:
                 position = _NEVER
@@ -190,57 +242,70 @@ def unpack_gaps(low, low_bytes, high, high_bytes, wide, gaps) -> bool:
 
 
 @_jit
-def pack_values(values, bits, packed, large):
-    """Values minus one, `bits` bits each (1, 2 or 4), lowest first; those of ESCAPED and more go to `large` in full.
+def measure(gaps, values, codes, large):
+    """(Sum of the gaps, greatest value, how many are in `large`); codes and large as `scan_packed` gives them."""
+    total, larger, top = np.int64(0), np.uint64(0), np.uint64(0)
+    for i in range(gaps.size):
+        total += np.int64(gaps[i])
+    for i in range(values.size):
+        value = np.uint64(values[i])
+        codes[i], large[larger] = _code(value), value
+        larger += np.uint64(value >= np.uint64(ESCAPED))
+        top = max(top, value)
+    return total, top, np.int64(larger)
 
-    packed: uint8, filled up with zero bits. `large` needs one spare entry. How many are there.
-    """
-    n, k = values.size, 0
-    codes = np.zeros(8 * packed.size // bits, np.uint8)
-    for i in range(n):
-        codes[i] = min(np.uint64(values[i]), np.uint64(ESCAPED)) - np.uint64(1)
-    if bits == 4:
-        for i in range(n):
-            large[k] = values[i]
-            k += np.int64(codes[i] == ESCAPED - 1)
-        for j in range(packed.size):
+
+@_jit
+def pack_codes(codes, bits, packed, large, planes):
+    """Codes of `bits` bits each (1, 2 or 4), lowest first, filled up with zero bits; byte planes of `large`."""
+    slots, n = 8 // bits, codes.size
+    whole = n // slots
+    for j in range(whole):
+        if bits == 4:
             packed[j] = codes[2 * j] | (codes[2 * j + 1] << 4)
-        return k
-    for j in range(packed.size):
-        byte = 0
-        for slot in range(8 // bits):
-            byte |= codes[8 // bits * j + slot] << (slot * bits)
-        packed[j] = byte
-    return 0
+        else:
+            byte = 0
+            for slot in range(slots):
+                byte |= codes[slots * j + slot] << (slot * bits)
+            packed[j] = byte
+    byte = 0
+    for i in range(whole * slots, n):
+        byte |= codes[i] << ((i - whole * slots) * bits)
+    if whole < packed.size:
+        packed[whole] = byte
+    for plane in range(large.itemsize):
+        for i in range(large.size):
+            planes[plane * large.size + i] = np.uint64(large[i]) >> np.uint64(8 * plane)
 
 
 @_jit
 def unpack_values(packed, bits, large, values) -> bool:
-    """Undo `pack_values` (`packed`: an address; `large`: one spare entry); False unless all of `large` is used."""
-    seen, spare, low = 0, large.size - 1, (1 << bits) - 1
-    for i in range(values.size):
-        byte = np.int64(load(np.uint64(packed + ((i * bits) >> 3)), np.uint8(0)))
-        value = ((byte >> ((i * bits) & 7)) & low) + 1
-        values[i] = large[min(seen, spare)] if value == ESCAPED else value
-        seen += np.int64(value == ESCAPED)
+    """Values of `pack_codes` and `large_values` (one spare entry); False unless all of `large` is used."""
+    n, slots, low = values.size, 8 // bits, (1 << bits) - 1
+    whole = n // slots
+    for j in range(whole):
+        if bits == 4:
+            values[2 * j] = (packed[j] & 15) + 1
+            values[2 * j + 1] = (packed[j] >> 4) + 1
+        else:
+            for slot in range(slots):
+                values[slots * j + slot] = ((packed[j] >> (slot * bits)) & low) + 1
+    for i in range(whole * slots, n):
+        values[i] = ((packed[whole] >> ((i - whole * slots) * bits)) & low) + 1
+    seen, spare = 0, large.size - 1
+    for i in range(n if bits == 4 else 0):
+        if values[i] == ESCAPED:
+            values[i] = large[min(seen, spare)]
+            seen += 1
     return seen == spare
 
 
 @_jit
 def join_planes(planes, values):
-    """Values from their byte planes at the address `planes`."""
+    """Values from their byte planes, one behind the other in `planes`."""
     n = values.size
     for i in range(n):
         value = np.uint64(0)
         for plane in range(values.itemsize):
-            value |= np.uint64(load(np.uint64(planes + plane * n + i), np.uint8(0))) << np.uint64(8 * plane)
+            value |= np.uint64(planes[plane * n + i]) << np.uint64(8 * plane)
         values[i] = value
-
-
-@_jit
-def positions_to_gaps(positions, gaps):
-    """Distances between ascending positions, minus one; the first counts from -1."""
-    last = np.int64(-1)
-    for i in range(positions.size):
-        gaps[i] = positions[i] - last - 1
-        last = np.int64(positions[i])

@@ -9,7 +9,7 @@ so no frame exceeds the raw bytes by more than 1 % (and a header). The layout is
 
 from __future__ import annotations
 
-import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,25 @@ import numpy as np
 from miles_disagg.weights.codecs import class_kernels, kernels
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, EncodeStats, Sink, check_pair
 from miles_disagg.weights.codecs.class_kernels import MAX_CLASSES
+from miles_disagg.weights.codecs.scratch import found_of, scratch
 from miles_disagg.weights.codecs.sparse_decoder import SparseDecoder
 from miles_disagg.weights.codecs.sparse_format import (
     Compressor,
+    Packed,
     class_key,
+    pack_gaps,
+    pack_values,
     sample_parts,
     thresholds_of,
     write_dense,
     write_empty,
     write_header,
+    write_packed,
     write_sparse,
 )
-from miles_disagg.weights.codecs.xxh3 import SECRET, digesting
+from miles_disagg.weights.codecs.xxh3 import SECRET, address_of, lend, settle
 from miles_disagg.weights.digest import Hasher
-from miles_disagg.weights.dtypes import element_size, non_finite_mask, unsigned
+from miles_disagg.weights.dtypes import element_size, non_finite_test, unsigned
 
 
 class SparseCodec:
@@ -38,7 +43,6 @@ class SparseCodec:
 
     def __init__(self, name: str = "sparse"):
         self.name = name
-        self._scratch = _Scratch()
 
     def encode(
         self, old: np.ndarray, new: np.ndarray, dtype: str, sink: Sink, hasher: Hasher | None = None
@@ -61,62 +65,60 @@ class SparseCodec:
         self, old: np.ndarray, new: np.ndarray, dtype: str, hasher: Hasher | None, out: Compressor
     ) -> tuple[int, int]:
         """Compare, digest and gather one block in one pass over memory; (changed, non-finite) elements."""
-        kind, a, b = unsigned(dtype), old.ctypes.data, new.ctypes.data
-        elements, zero = new.size // kind.itemsize, kind.type(0)
-        positions, values = self._scratch.take(elements + kernels.SLACK, kind)
-        with digesting(hasher, new) as state:
-            n, bad = kernels.scan(
-                a, b, elements, zero, np.uint64(non_finite_mask(dtype)), positions, values, state, SECRET
-            )
+        scratch.begin()
+        kind, zero, non_finite = _constants(dtype)
+        elements = new.size // kind.itemsize
+        found = found_of.block(BLOCK_BYTES // kind.itemsize, kind)
+        scanned = (address_of(old), address_of(new), elements, zero)
+        packed: list[Packed] = []
+        state = lend(hasher, new)
+        if self.name == "sparse":
+            n, bad, size, total, top, large = kernels.scan_packed(*scanned, non_finite, *found, state, SECRET)
+            if 0 < n <= elements // 2:
+                gaps = pack_gaps(found.positions[:n], total, found.low[:size])
+                values = pack_values(found.values[:n], found.codes[:n], top, found.large[:large])
+                packed.append(Packed(*gaps, *values))
+        else:
+            n, bad = kernels.scan(*scanned, non_finite, found.positions, found.values, state, SECRET)
+        settle(hasher, new, state)
         if not n:
             write_empty(out)
-        elif 2 * n > elements:
+        elif n > elements // 2:
             planes = np.empty((kind.itemsize, elements), np.uint8)
-            kernels.all_differences(a, b, elements, zero, planes)
+            kernels.all_differences(*scanned, planes)
             write_dense(out, planes, n)
+        elif packed:
+            write_packed(out, [0], [n], packed)
         else:
-            thresholds = np.zeros(1, np.uint64)
-            if self.name == "sparse-max":
-                thresholds = thresholds_of(_sample(old.view(kind)), elements, dtype)
-            _write_changes(old, dtype, positions[:n], values[:n], thresholds, out)
+            _write_by_class(old, dtype, found.positions[:n], found.values[:n], out)
         return n, bad
 
 
-def _write_changes(
-    old: np.ndarray, dtype: str, positions: np.ndarray, values: np.ndarray, thresholds: np.ndarray, out: Compressor
-) -> None:
-    gaps = np.empty(positions.size, np.uint32)
-    if thresholds.size == 1:
-        kernels.positions_to_gaps(positions, gaps)
-        write_sparse(out, thresholds, np.array([positions.size]), gaps, values)
-        return
-    classes, unsorted, counts = np.empty(gaps.size, np.uint8), np.empty_like(gaps), np.zeros(MAX_CLASSES, np.int64)
-    keep, keys = class_key(thresholds, dtype)
+@cache
+def _constants(dtype: str) -> tuple[np.dtype, Any, tuple[Any, Any]]:
+    """(unsigned elements, a zero of them, what is NaN or Inf) as the kernels take them."""
+    mask, pattern = map(np.uint64, non_finite_test(dtype))
+    return unsigned(dtype), unsigned(dtype).type(0), (mask, pattern)
+
+
+def _write_by_class(old: np.ndarray, dtype: str, positions: np.ndarray, values: np.ndarray, out: Compressor) -> None:
     elements = old.size // element_size(dtype)
+    thresholds = thresholds_of(_sample(old.view(unsigned(dtype))), elements, dtype)
+    gaps = scratch.take(positions.size, np.uint32)
+    if thresholds.size == 1:
+        gaps[0] = positions[0]
+        np.subtract(positions[1:] - positions[:-1], 1, out=gaps[1:])
+        write_sparse(out, [0], [gaps.size], gaps, values)
+        return
+    classes, unsorted = scratch.take(gaps.size), scratch.take(gaps.size, np.uint32)
+    sorted_values, counts = scratch.take(gaps.size, values.dtype), np.zeros(MAX_CLASSES, np.int64)
+    keep, keys = class_key(thresholds, dtype)
     class_kernels.class_gaps(
-        old.ctypes.data, elements, keep.dtype.type(0), keep, keys, positions, classes, unsorted, counts
+        address_of(old), elements, keep.dtype.type(0), keep, keys, positions, classes, unsorted, counts
     )
-    sorted_values = np.empty_like(values)
     class_kernels.sort_by_class(classes, np.cumsum(counts) - counts, unsorted, values, gaps, sorted_values)
-    write_sparse(out, thresholds, counts[: thresholds.size], gaps, sorted_values)
+    write_sparse(out, thresholds.tolist(), counts[: thresholds.size].tolist(), gaps, sorted_values)
 
 
 def _sample(values: np.ndarray) -> np.ndarray:
     return np.concatenate([values[part] for part in sample_parts(values.size)])
-
-
-class _Scratch(threading.local):
-    """Positions and values of one block, kept by each thread that encodes: fresh pages cost more than the compare."""
-
-    def __init__(self) -> None:
-        self._positions = np.empty(0, np.uint32)
-        self._values = np.empty(0, np.uint64)
-
-    def take(self, count: int, kind: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """(uint32 [count], `kind` [count]), contents undefined."""
-        if self._positions.size < count:
-            self._positions = np.empty(count, np.uint32)
-        words = -(-count * kind.itemsize // 8)
-        if self._values.size < words:
-            self._values = np.empty(words, np.uint64)
-        return self._positions[:count], self._values.view(kind)[:count]

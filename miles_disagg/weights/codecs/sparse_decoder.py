@@ -10,6 +10,7 @@ from miles_disagg.domain.errors import CheckpointError
 from miles_disagg.weights.codecs import class_kernels, kernels
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, FrameReader
 from miles_disagg.weights.codecs.class_kernels import MAX_CLASSES
+from miles_disagg.weights.codecs.scratch import scratch
 from miles_disagg.weights.codecs.sparse_format import (
     BLOCK,
     CLASS,
@@ -24,7 +25,7 @@ from miles_disagg.weights.codecs.sparse_format import (
     bits_of,
     class_key,
 )
-from miles_disagg.weights.codecs.xxh3 import SECRET, digesting
+from miles_disagg.weights.codecs.xxh3 import SECRET, address_of, lend, settle
 from miles_disagg.weights.digest import Hasher
 from miles_disagg.weights.dtypes import element_size, unsigned
 
@@ -45,8 +46,8 @@ class SparseDecoder:
     def __init__(self, frame: Any, nbytes: int, dtype: str):
         self._reader, self._dtype, self._width = FrameReader(frame), dtype, element_size(dtype)
         self._zero = unsigned(dtype).type(0)
-        self._payload, self._values, self._gaps = (np.empty(0, kind) for kind in (np.uint8, unsigned(dtype), np.uint32))
-        raw = self._reader.read(HEADER.size).tobytes()
+        self._payload, self._values = np.empty(0, np.uint8), np.empty(0, self._zero.dtype)
+        raw = self._reader.take(HEADER.size)
         magic, version, width, _, block_bytes, size = HEADER.unpack(raw)
         if magic != MAGIC or version != FORMAT_VERSION:
             raise CheckpointError(f"not a `sparse` frame of format {FORMAT_VERSION}: {raw[:5]!r}")
@@ -57,21 +58,22 @@ class SparseDecoder:
             )
 
     def step(self, block: np.ndarray, hasher: Hasher | None = None) -> None:
-        form, classes, _, n = BLOCK.unpack(self._reader.read(BLOCK.size).tobytes())
+        form, classes, _, n = BLOCK.unpack(self._reader.take(BLOCK.size))
         elements = block.size // self._width
         if n > elements or form > DENSE or (form == EMPTY) != (n == 0):
             raise CheckpointError(f"block of form {form} claims {n} changes in {elements} elements")
         if form == SPARSE:
             rows = self._table(classes, n, elements)
             gaps = self._read_streams(rows, n)
-            with digesting(hasher, block) as state:
-                found = self._add(block, rows, gaps, n, state)
+            state = lend(hasher, block)
+            found = self._add(block, rows, gaps, n, state)
+            settle(hasher, block, state)
             if found != n:
                 raise CheckpointError(f"gaps are not well-formed, or lead beyond the block's {elements} elements")
             return
         if form == DENSE:
             planes = self._reader.read(block.size).reshape(self._width, elements)
-            kernels.add_all_differences(block.ctypes.data, elements, self._zero, planes)
+            kernels.add_all_differences(address_of(block), elements, self._zero, planes)
         if hasher is not None:
             hasher.update(block)
 
@@ -82,7 +84,7 @@ class SparseDecoder:
         """The class table of a SPARSE block; with it, every stream's size is known and possible."""
         if not 1 <= classes <= MAX_CLASSES:
             raise CheckpointError(f"block claims {classes} classes")
-        rows = [ClassRow(*row) for row in CLASS.iter_unpack(self._reader.read(classes * CLASS.size).tobytes())]
+        rows = [ClassRow(*row) for row in CLASS.iter_unpack(self._reader.take(classes * CLASS.size))]
         thresholds = [row.threshold for row in rows]
         ascending = all(low < high for low, high in zip(thresholds, thresholds[1:], strict=False))
         possible = ascending and not thresholds[0] and not thresholds[-1] >> (8 * self._width - 1)
@@ -97,45 +99,46 @@ class SparseDecoder:
 
     def _read_streams(self, rows: list[ClassRow], n: int) -> list[_Gaps]:
         """Read all streams of a block: values are then in `_values`, gaps still packed in `_payload`."""
-        total = sum(row.gap_bytes + row.value_bytes(self._width) for row in rows)
-        if self._payload.size < total:
-            self._payload = np.empty(total + total // 4, np.uint8)
-        if self._values.size < n:
-            self._values = np.empty(n + n // 4, self._values.dtype)
-        self._reader.read_into(self._payload[:total])
-        at, gaps, begin = self._payload.ctypes.data, [], 0
+        scratch.begin()
+        self._payload = scratch.take(sum(row.gap_bytes + row.value_bytes(self._width) for row in rows))
+        self._values = scratch.take(n, self._zero.dtype)
+        self._reader.read_into(self._payload)
+        gaps, at, begin, payload = [], 0, 0, address_of(self._payload)
         for row in rows:
-            low_bytes = row.count if row.wide else row.gap_bytes
-            gaps.append(_Gaps(at, low_bytes, at + low_bytes, row.gap_bytes - low_bytes, bool(row.wide)))
+            low_bytes, low = row.count if row.wide else row.gap_bytes, payload + at
+            gaps.append(_Gaps(low, low_bytes, low + low_bytes, row.gap_bytes - low_bytes, bool(row.wide)))
             at += row.gap_bytes
         for row in rows:
-            self._unpack(row, at, self._values[begin : begin + row.count])
-            at, begin = at + row.value_bytes(self._width), begin + row.count
+            size = row.value_bytes(self._width)
+            self._unpack(row, self._payload[at : at + size], self._values[begin : begin + row.count])
+            at, begin = at + size, begin + row.count
         return gaps
 
-    def _unpack(self, row: ClassRow, at: int, values: np.ndarray) -> None:
+    def _unpack(self, row: ClassRow, streams: np.ndarray, values: np.ndarray) -> None:
         if not row.bits:
-            kernels.join_planes(at, values)
+            kernels.join_planes(streams, values)
             return
-        large = np.zeros(row.large + 1, values.dtype)
-        kernels.join_planes(at + row.packed_bytes, large[: row.large])
-        if not kernels.unpack_values(at, bits_of(row.bits), large, values):
+        packed, planes = streams[: row.packed_bytes], streams[row.packed_bytes :]
+        large = scratch.take(row.large + 1, values.dtype)
+        large[row.large] = 0
+        if row.large:
+            kernels.join_planes(planes, large[: row.large])
+        if not kernels.unpack_values(packed, bits_of(row.bits), large, values):
             raise CheckpointError("values are not well-formed")
 
     def _add(self, block: np.ndarray, rows: list[ClassRow], streams: list[_Gaps], n: int, state: int) -> int:
         """Add the values to the elements that the gaps name, digesting the result; how many were found."""
-        address, elements, values = block.ctypes.data, block.size // self._width, self._values[:n]
+        address, elements, values = address_of(block), block.size // self._width, self._values
         if len(rows) == 1:
             return kernels.apply_gaps(address, elements, self._zero, *streams[0], values, state, SECRET)
-        if self._gaps.size < n:
-            self._gaps = np.empty(n + n // 4, np.uint32)
+        gaps = scratch.take(n, np.uint32)
         starts, counts, begin = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64), 0
         for c, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-            if not kernels.unpack_gaps(*stream, self._gaps[begin : begin + row.count]):
+            if not kernels.unpack_gaps(*stream, gaps[begin : begin + row.count]):
                 return -1
             starts[c], counts[c] = begin, row.count
             begin += row.count
         keep, keys = class_key([row.threshold for row in rows], self._dtype)
         return class_kernels.apply_class_gaps(
-            address, elements, self._zero, keep, keys, self._gaps[:n], values, starts, counts, state, SECRET
+            address, elements, self._zero, keep, keys, gaps, values, starts, counts, state, SECRET
         )

@@ -5,7 +5,7 @@ then per block of BLOCK_BYTES a BLOCK record and, by its form,
 
 * EMPTY: nothing changed.
 * SPARSE: a `ClassRow` per class; per class its gaps (`kernels.pack_gaps`); then per class the zigzag differences of its
-  changed elements: plane by plane, or as packed bits where all, or nearly all, are small (`kernels.pack_values`).
+  changed elements: plane by plane, or as packed bits where all, or nearly all, are small (`kernels.pack_codes`).
 * DENSE: the zigzag differences of all elements, plane by plane.
 
 zstd blocks end where streams end, so every stream gets its own entropy table.
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -25,6 +23,7 @@ import zstandard
 from miles_disagg.weights.codecs import kernels
 from miles_disagg.weights.codecs.base import BLOCK_BYTES, Sink
 from miles_disagg.weights.codecs.class_kernels import MAX_CLASSES
+from miles_disagg.weights.codecs.scratch import idle, scratch
 from miles_disagg.weights.dtypes import element_size, unsigned
 
 FORMAT_VERSION = 2
@@ -43,8 +42,7 @@ _MANTISSA = {"F16": 10, "BF16": 7, "F32": 23, "F64": 52, "F8_E4M3": 3, "F8_E5M2"
 _CLASSES_FROM = 1 << 14  # elements below which classes cost more than they save
 
 
-@dataclass(frozen=True, slots=True)
-class ClassRow:
+class ClassRow(NamedTuple):
     """One class of a SPARSE block. `wide` 0 or 1; `bits` 0 (byte planes), 1, 2, 4 or ESCAPES."""
 
     threshold: int
@@ -72,24 +70,38 @@ def bits_of(form: int) -> int:
     return 4 if form == ESCAPES else form
 
 
+def _new_context() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(compression_params=_ZSTD)
+
+
 class Compressor:
     """One zstd frame, with a block boundary after every long stream."""
 
     def __init__(self, sink: Sink):
         self._sink = sink
-        self._zstd = zstandard.ZstdCompressor(compression_params=_ZSTD).compressobj()
+        self._context = idle.compressors.pop() if idle.compressors else _new_context()
+        self._zstd, self._pending = self._context.compressobj(), list[bytes]()
 
-    def write(self, data: Any) -> None:
-        self._sink(self._zstd.compress(data))
+    def write(self, data: bytes) -> None:
+        self._pending.append(data)  # a few bytes each: they go with what comes next
 
     def write_stream(self, data: np.ndarray) -> None:
         if data.size:
-            self.write(data.data)
+            self._flush_pending()
+            self._sink(self._zstd.compress(data.data))
             if data.size >= _OWN_ZSTD_BLOCK:
                 self._sink(self._zstd.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
 
+    def _flush_pending(self) -> None:
+        if self._pending:
+            self._sink(self._zstd.compress(b"".join(self._pending)))
+            self._pending.clear()
+
     def finish(self) -> None:
+        """End the frame. The compressor is of no use afterwards."""
+        self._flush_pending()
         self._sink(self._zstd.flush())
+        idle.compressors.append(self._context)
 
 
 def write_header(out: Compressor, dtype: str, nbytes: int) -> None:
@@ -109,52 +121,72 @@ def write_dense(out: Compressor, planes: np.ndarray, changed: int) -> None:
         out.write_stream(plane)
 
 
+class Packed(NamedTuple):
+    """One class of a SPARSE block: its row but for threshold and count, and its streams."""
+
+    wide: int
+    gaps: Sequence[np.ndarray]
+    bits: int
+    large: int
+    values: Sequence[np.ndarray]
+
+
 def write_sparse(
-    out: Compressor, thresholds: np.ndarray, counts: np.ndarray, gaps: np.ndarray, values: np.ndarray
+    out: Compressor, thresholds: Sequence[int], counts: Sequence[int], gaps: np.ndarray, values: np.ndarray
 ) -> None:
     """A block as gaps (uint32 [n]) and zigzag differences (unsigned integers [n]), both in class order.
 
-    thresholds, counts: of each class (uint64, int64 [classes]).
+    thresholds, counts: of each class.
     """
-    rows: list[bytes] = []
-    gap_streams: list[Sequence[np.ndarray]] = []
-    value_streams: list[Sequence[np.ndarray]] = []
-    begin = 0
-    for threshold, count in zip(thresholds.tolist(), counts.tolist(), strict=True):
-        wide, streams = _pack_gaps(gaps[begin : begin + count])
-        gap_streams.append(streams)
-        bits, large, planes = _pack_values(values[begin : begin + count])
-        value_streams.append(planes)
-        rows.append(CLASS.pack(threshold, count, streams[0].size + streams[1].size, large, wide, bits))
+    classes, begin = [], 0
+    for count in counts:
+        of_class = slice(begin, begin + count)
+        codes, large = scratch.take(count), scratch.take(count + 1, values.dtype)
+        total, top, larger = kernels.measure(gaps[of_class], values[of_class], codes, large)
+        found = pack_values(values[of_class], codes, top, large[:larger])
+        classes.append(Packed(*pack_gaps(gaps[of_class], total), *found))
         begin += count
-    out.write(BLOCK.pack(SPARSE, len(rows), 0, gaps.size) + b"".join(rows))
-    for stream in chain.from_iterable(gap_streams + value_streams):
-        out.write_stream(stream)
+    write_packed(out, thresholds, counts, classes)
 
 
-def _pack_gaps(gaps: np.ndarray) -> tuple[int, Sequence[np.ndarray]]:
-    """(`wide`, both streams)."""
-    total = int(gaps.sum(dtype=np.int64))
+def write_packed(out: Compressor, thresholds: Sequence[int], counts: Sequence[int], classes: Sequence[Packed]) -> None:
+    """A block of which every class is packed."""
+    head = [BLOCK.pack(SPARSE, len(classes), 0, sum(counts))]
+    for threshold, count, (wide, gaps, bits, large, _) in zip(thresholds, counts, classes, strict=True):
+        head.append(CLASS.pack(threshold, count, sum(stream.size for stream in gaps), large, wide, bits))
+    out.write(b"".join(head))
+    for streams in (*(packed.gaps for packed in classes), *(packed.values for packed in classes)):
+        for stream in streams:
+            out.write_stream(stream)
+
+
+def pack_gaps(gaps: np.ndarray, total: int, narrow: np.ndarray | None = None) -> tuple[int, Sequence[np.ndarray]]:
+    """(`wide`, streams); total: sum of the gaps. narrow: the stream, should it be narrow, if the caller has it."""
     wide = int(total > _WIDE_FROM * gaps.size)
-    low = np.empty(gaps.size + (0 if wide else total // 255), np.uint8)
-    high = np.empty(gaps.size + (total >> 8) // 255 if wide else 0, np.uint8)
+    if narrow is not None and not wide:
+        return 0, (narrow,)
+    low = scratch.take(gaps.size + (0 if wide else total // 255))
+    high = scratch.take(gaps.size + (total >> 8) // 255 if wide else 0)
     n_low, n_high = kernels.pack_gaps(gaps, wide, low, high)
     return wide, (low[:n_low], high[:n_high])
 
 
-def _pack_values(values: np.ndarray) -> tuple[int, int, Sequence[np.ndarray]]:
-    """(`bits`, `large`, streams): few bits where all are small; 4 and the larger ones in full; or byte planes."""
-    top, bits, large = int(values.max(initial=1)), ESCAPES, 0
-    if top < kernels.ESCAPED:
+def pack_values(
+    values: np.ndarray, codes: np.ndarray, top: int, large: np.ndarray
+) -> tuple[int, int, Sequence[np.ndarray]]:
+    """(`bits`, how many are large, streams): few bits where all are small; 4 and the large ones in full; or byte planes.
+
+    codes, top, large: see `kernels.measure`.
+    """
+    if not large.size:
         bits = next(b for b in (1, 2, 4) if top <= 1 << b)
+    elif large.size <= values.size // 8:
+        bits = ESCAPES
     else:
-        large = int(np.count_nonzero(values >= kernels.ESCAPED))
-        if large > values.size // 8:
-            return 0, 0, list(byte_planes(values))
-    packed = np.empty(-(-values.size * bits_of(bits) // 8), np.uint8)
-    escaped = np.empty(large + 1, values.dtype)
-    kernels.pack_values(values, bits_of(bits), packed, escaped)
-    return bits, large, [packed, *byte_planes(escaped[:large])]
+        return 0, 0, list(byte_planes(values))
+    packed, planes = scratch.take(-(-values.size * bits_of(bits) // 8)), scratch.take(large.nbytes)
+    kernels.pack_codes(codes, bits_of(bits), packed, large, planes)
+    return bits, large.size, (packed, *planes.reshape(values.itemsize, large.size))
 
 
 def byte_planes(values: np.ndarray) -> np.ndarray:

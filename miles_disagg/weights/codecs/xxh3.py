@@ -7,8 +7,6 @@ The same digests as `xxhash.xxh3_128`. Specification: https://github.com/Cyan497
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -108,6 +106,7 @@ class Xxh3:
 
     def __init__(self) -> None:
         self._state, self._absorbed = _START.copy(), 0
+        self._address = address_of(self._state)
         self._kept = np.empty(_STRIPE + CHUNK, np.uint8)  # the last stripe absorbed, then what is kept back
         self._count = 0
 
@@ -130,11 +129,11 @@ class Xxh3:
         At least one more byte must follow.
         """
         if self._count == CHUNK:
-            _absorb(self._state.ctypes.data, self._kept.ctypes.data + _STRIPE, SECRET, 1)
+            _absorb(self._address, self._kept.ctypes.data + _STRIPE, SECRET, 1)
             self._absorbed += CHUNK
             self._kept[:_STRIPE] = self._kept[-_STRIPE:]
             self._count = 0
-        return 0 if self._count else self._state.ctypes.data
+        return 0 if self._count else self._address
 
     def settle(self, data: np.ndarray, chunks: int) -> None:
         """A kernel has absorbed the first `chunks` CHUNKs of `data` (uint8 [n], at most a CHUNK more): the rest."""
@@ -176,12 +175,19 @@ def _merge(lanes: list[int], at: int, start: int) -> int:
     return result ^ (result >> 32)
 
 
-@contextmanager
-def digesting(hasher: Hasher | None, block: np.ndarray) -> Iterator[int]:
-    """Lends a kernel the state of an `Xxh3` (0: nothing to lend); afterwards `hasher` has taken all of `block`."""
-    state = hasher.lend() if isinstance(hasher, Xxh3) and block.size else 0
-    yield state
-    if isinstance(hasher, Xxh3) and state:
+def address_of(array: np.ndarray) -> int:
+    """Where its bytes are; several times faster than `array.ctypes.data`."""
+    return array.__array_interface__["data"][0]
+
+
+def lend(hasher: Hasher | None, block: np.ndarray) -> int:
+    """The state of an `Xxh3` for a kernel that digests `block`; 0: nothing to lend. `settle` afterwards."""
+    return hasher.lend() if isinstance(hasher, Xxh3) and block.size else 0
+
+
+def settle(hasher: Hasher | None, block: np.ndarray, state: int) -> None:
+    """After a kernel that had `state`: now `hasher` has taken all of `block`."""
+    if state and isinstance(hasher, Xxh3):
         hasher.settle(block, (block.size - 1) // CHUNK)
     elif hasher is not None:
         hasher.update(block)
