@@ -1,8 +1,8 @@
 """Leases: what a reader is about to read, so that retention leaves it alone for a while.
 
-A lease lives in `<run_id>/leases/<reader>.json`. What it protects is decided in `retention`. Hosts' clocks may be minutes
-apart, so a lease is as old as the store's own clock says: the time at which the store took it, against the time at
-which it takes another object now (`base.store_time`).
+A lease lives in `<run_id>/leases/<reader>.json`. What it protects is decided in `retention`. Hosts' clocks may be
+minutes apart, so a lease is as old as the store's own clock says: the time at which the store took it, against the time
+at which it takes another object now (`base.store_time`).
 """
 
 from __future__ import annotations

@@ -109,9 +109,7 @@ class FrameReader:
         view = memoryview(frame)
         self._keep = _has_small_window(view)
         contexts = idle.decompressors if self._keep else []
-        self._context = (
-            contexts.pop() if contexts else zstandard.ZstdDecompressor(max_window_size=self._WINDOW_BYTES)
-        )
+        self._context = contexts.pop() if contexts else zstandard.ZstdDecompressor(max_window_size=self._WINDOW_BYTES)
         self._reader = self._context.stream_reader(view, read_across_frames=False)
         self._ahead = b""  # decompressed, not yet asked for
 

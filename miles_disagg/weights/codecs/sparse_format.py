@@ -174,7 +174,7 @@ def pack_gaps(gaps: np.ndarray, total: int, narrow: np.ndarray | None = None) ->
 def pack_values(
     values: np.ndarray, codes: np.ndarray, top: int, large: np.ndarray
 ) -> tuple[int, int, Sequence[np.ndarray]]:
-    """(`bits`, how many are large, streams): few bits where all are small; 4 and the large ones in full; or byte planes.
+    """(`bits`, how many are large, streams): few bits where all are small; 4, and the large in full; or byte planes.
 
     codes, top, large: see `kernels.measure`.
     """
