@@ -46,7 +46,9 @@ def scan(old, new, elements, zero, non_finite, positions, values, state, secret)
 
 
 @_jit
-def scan_packed(old, new, elements, zero, non_finite, gaps, values, low, codes, large, state, secret):
+def scan_packed(
+    old, new, elements, zero, non_finite, gaps, values, low, codes, large, state, secret
+) -> tuple[int, int, int, int, int, int]:
     """`scan` on the way to one class: gaps (u4) for positions, and also packed.
 
     low: the gaps as `pack_gaps` writes them when narrow. codes (u1): what `pack_codes` takes. large: the values of
@@ -242,7 +244,7 @@ def unpack_gaps(low, low_bytes, high, high_bytes, wide, gaps) -> bool:
 
 
 @_jit
-def measure(gaps, values, codes, large):
+def measure(gaps, values, codes, large) -> tuple[int, int, int]:
     """(Sum of the gaps, greatest value, how many are in `large`); codes and large as `scan_packed` gives them."""
     total, larger, top = np.int64(0), np.uint64(0), np.uint64(0)
     for i in range(gaps.size):

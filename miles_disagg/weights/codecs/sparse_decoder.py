@@ -88,13 +88,13 @@ class SparseDecoder:
         thresholds = [row.threshold for row in rows]
         ascending = all(low < high for low, high in zip(thresholds, thresholds[1:], strict=False))
         possible = ascending and not thresholds[0] and not thresholds[-1] >> (8 * self._width - 1)
-        if sum(row.count for row in rows) != n or not possible:
+        if sum(row.changed for row in rows) != n or not possible:
             raise CheckpointError(f"class table does not add up to {n} changes")
         for row in rows:
-            if row.wide > 1 or not row.count <= row.gap_bytes <= 2 * row.count + elements // 255:
-                raise CheckpointError(f"{row.gap_bytes} bytes cannot hold {row.count} gaps")
-            if row.bits not in (0, 1, 2, 4, ESCAPES) or row.large > (row.count if row.bits == ESCAPES else 0):
-                raise CheckpointError(f"{row.count} values of {row.bits} bits, {row.large} of them large")
+            if row.wide > 1 or not row.changed <= row.gap_bytes <= 2 * row.changed + elements // 255:
+                raise CheckpointError(f"{row.gap_bytes} bytes cannot hold {row.changed} gaps")
+            if row.bits not in (0, 1, 2, 4, ESCAPES) or row.large > (row.changed if row.bits == ESCAPES else 0):
+                raise CheckpointError(f"{row.changed} values of {row.bits} bits, {row.large} of them large")
         return rows
 
     def _read_streams(self, rows: list[ClassRow], n: int) -> list[_Gaps]:
@@ -105,13 +105,13 @@ class SparseDecoder:
         self._reader.read_into(self._payload)
         gaps, at, begin, payload = [], 0, 0, address_of(self._payload)
         for row in rows:
-            low_bytes, low = row.count if row.wide else row.gap_bytes, payload + at
+            low_bytes, low = row.changed if row.wide else row.gap_bytes, payload + at
             gaps.append(_Gaps(low, low_bytes, low + low_bytes, row.gap_bytes - low_bytes, bool(row.wide)))
             at += row.gap_bytes
         for row in rows:
             size = row.value_bytes(self._width)
-            self._unpack(row, self._payload[at : at + size], self._values[begin : begin + row.count])
-            at, begin = at + size, begin + row.count
+            self._unpack(row, self._payload[at : at + size], self._values[begin : begin + row.changed])
+            at, begin = at + size, begin + row.changed
         return gaps
 
     def _unpack(self, row: ClassRow, streams: np.ndarray, values: np.ndarray) -> None:
@@ -134,10 +134,10 @@ class SparseDecoder:
         gaps = scratch.take(n, np.uint32)
         starts, counts, begin = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64), 0
         for c, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-            if not kernels.unpack_gaps(*stream, gaps[begin : begin + row.count]):
+            if not kernels.unpack_gaps(*stream, gaps[begin : begin + row.changed]):
                 return -1
-            starts[c], counts[c] = begin, row.count
-            begin += row.count
+            starts[c], counts[c] = begin, row.changed
+            begin += row.changed
         keep, keys = class_key([row.threshold for row in rows], self._dtype)
         return class_kernels.apply_class_gaps(
             address, elements, self._zero, keep, keys, gaps, values, starts, counts, state, SECRET

@@ -46,7 +46,7 @@ class ClassRow(NamedTuple):
     """One class of a SPARSE block. `wide` 0 or 1; `bits` 0 (byte planes), 1, 2, 4 or ESCAPES."""
 
     threshold: int
-    count: int
+    changed: int
     gap_bytes: int
     large: int
     wide: int
@@ -55,11 +55,11 @@ class ClassRow(NamedTuple):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed small values."""
-        return -(-self.count * bits_of(self.bits) // 8)
+        return -(-self.changed * bits_of(self.bits) // 8)
 
     def value_bytes(self, width: int) -> int:
         """Bytes of all value streams, for elements of `width` bytes."""
-        return self.packed_bytes + (self.large if self.bits else self.count) * width
+        return self.packed_bytes + (self.large if self.bits else self.changed) * width
 
 
 CLASS = struct.Struct("<QIIIHH")
