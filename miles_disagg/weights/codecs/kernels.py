@@ -244,7 +244,7 @@ def unpack_gaps(low, low_bytes, high, high_bytes, wide, gaps) -> bool:
 
 
 @_jit
-def measure(gaps, values, codes, large) -> tuple[int, int, int]:
+def measure(gaps, values, codes, large):
     """(Sum of the gaps, greatest value, how many are in `large`); codes and large as `scan_packed` gives them."""
     total, larger, top = np.int64(0), np.uint64(0), np.uint64(0)
     for i in range(gaps.size):

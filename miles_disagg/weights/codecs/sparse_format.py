@@ -142,7 +142,7 @@ def write_sparse(
     for count in counts:
         of_class = slice(begin, begin + count)
         codes, large = scratch.take(count), scratch.take(count + 1, values.dtype)
-        total, top, larger = kernels.measure(gaps[of_class], values[of_class], codes, large)
+        total, top, larger = map(int, kernels.measure(gaps[of_class], values[of_class], codes, large))
         found = pack_values(values[of_class], codes, top, large[:larger])
         classes.append(Packed(*pack_gaps(gaps[of_class], total), *found))
         begin += count
