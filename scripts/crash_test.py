@@ -44,7 +44,7 @@ from miles_disagg.store.versions import VersionStore
 from miles_disagg.weights.checkpoint import checkpoint_digest, open_checkpoint, write_checkpoint
 
 RUN, OWNER = "crash", "crash-owner"
-ENCODINGS = ("xor", "overwrite", "sparse", "xor", None)
+ENCODINGS = ("xor", "overwrite", "sparse", "sparse-max", None)
 FILE_EVENTS = ("open", "os.", "mmap.", "shutil.")
 
 

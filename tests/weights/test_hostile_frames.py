@@ -185,3 +185,24 @@ def test_a_delta_on_the_wrong_base_is_told_apart_by_the_target_checksum(publishe
         with pytest.raises(ChecksumMismatch, match="tensor 'b'") as caught:
             apply_chain(checkpoint, [open_delta(root / "weight_v000001")])
     assert caught.value.expected != caught.value.actual
+
+
+@pytest.mark.parametrize("encoding", ["sparse", "sparse-max"])
+def test_what_a_thread_keeps_between_frames_survives_one_that_fails(encoding):
+    codec, (frame, old, new) = get_codec(encoding), frame_of(encoding)
+
+    def full(_):
+        raise OSError("no space left on device")
+
+    for _ in range(3):
+        with pytest.raises(CheckpointError):
+            apply_frame(codec, frame[:-9], old.copy(), "BF16")
+        with pytest.raises(OSError, match="no space"):
+            codec.encode(old, new, "BF16", full)
+        assert encode_frame(codec, old, new, "BF16")[0] == frame
+        decoders, targets = [codec.decoder(frame, old.nbytes, "BF16") for _ in range(2)], [old.copy(), old.copy()]
+        for decoder, target in zip(decoders, targets, strict=True):  # two frames open at once
+            decoder.step(target)
+        for decoder, target in zip(decoders, targets, strict=True):
+            decoder.finish()
+            assert np.array_equal(target, new)
