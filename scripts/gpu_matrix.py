@@ -67,7 +67,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "p2p": (_MODE, "p2p"),
 }
 # Small enough to leave most bf16 weights where they are: denser patches are reloaded, whatever the activation.
-_LEARNING_RATE = {"disk-delta-in-place": "2e-5"}
+_LEARNING_RATE = {"disk-delta-in-place": "1e-5"}
 
 
 @dataclass(frozen=True)

@@ -78,13 +78,14 @@ def outcome(config: RunConfig, proof: Proof, status: int) -> dict[str, Any]:
     pauses = [row["replica/pause_seconds"] * 1e3 for row in rows if "replica/pause_seconds" in row]
     converged = [row["fleet/convergence_seconds"] for row in rows if "fleet/convergence_seconds" in row]
     loader = [row.get("loader") for row in proof.status]
+    some = max(1, min(5, len(rewards) // 2))  # steps that a mean is of
     return {
         "status": status,
         "steps": len(rewards),
         "versions_compared": proof.versions,
         "tensors": proof.tensors,
-        "reward_first": fmean(rewards[:3]) if rewards else None,
-        "reward_last": fmean(rewards[-3:]) if rewards else None,
+        "reward_first": fmean(rewards[:some]) if rewards else None,
+        "reward_last": fmean(rewards[-some:]) if rewards else None,
         "pause_ms_p50": median(pauses) if pauses else None,
         "convergence_s_p50": median(converged) if converged else None,
         "activation": [row.get("activation") for row in proof.status],

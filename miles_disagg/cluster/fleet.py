@@ -154,7 +154,6 @@ class Fleet:
             return
         latest = await self.ledger.latest()
         if latest is not None and status["applied"] != latest.version:
-            self.say(f"{name} is at {status['applied']}, not at {latest}: sending it again")
             await self.repair(member, latest)
 
     async def _count(self, member: Member, status: dict[str, Any]) -> None:
@@ -241,6 +240,11 @@ class Fleet:
     async def served(self) -> dict[str, int | None]:
         """The version that every replica that answers serves."""
         return {row["replica_id"]: row["applied"] for row in await self.status()}
+
+    async def applied(self, member: Member) -> int | None:
+        """The version that one engine serves."""
+        status = await call(member.actor.status.remote(), f"{member.spec.replica_id}: status", _CONTROL_SECONDS)
+        return status["applied"]
 
     async def without_version(self) -> list[str]:
         """Engines that must be sent a version before they serve: attached ones under broadcast that hold another."""

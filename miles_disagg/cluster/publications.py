@@ -261,10 +261,16 @@ class Publications:
             raise PublicationFailed(f"{self._task.get_name()}: {cause}") from error
 
     async def repair(self, member: Member, ref: VersionRef) -> None:
-        """Bring an engine that does not have it to the version published last."""
+        """Bring an engine that does not have it to the version published last, once that has been delivered to all."""
         async with self._staged:
-            if ref.version == self.version > self._first:
-                await self._channel.repair(ref, member)
+            if not ref.version == self.version > self._first:
+                return
+            assert isinstance(self._fleet, Fleet)
+            at = await self._fleet.applied(member)
+            if at == ref.version:
+                return  # it was among those that it was delivered to
+            self._fleet.say(f"{member.spec.replica_id} is at {at}, not at {ref}: sending it again")
+            await self._channel.repair(ref, member)
 
     async def settle(self) -> None:
         """Wait until the last version is published and served by every replica that must serve it."""

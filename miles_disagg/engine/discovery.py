@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from miles_disagg.domain.errors import CheckpointError, EngineError
 from miles_disagg.engine.base import Engine
+from miles_disagg.engine.inplace import HOOK
 
 WorkerType = Literal["regular", "prefill", "decode"]
 TESTED_SGLANG = "0.5.17"
@@ -73,6 +74,8 @@ class Discovered:
     context_length: int | None
     weight_version: str
     bootstrap_port: int | None = None  # of a prefill worker
+    loads_hook: bool = False
+    """Started with this package's `--custom-weight-loader`."""
 
     @property
     def gpus(self) -> int:
@@ -138,6 +141,7 @@ def discovered(url: str, info: Mapping[str, Any], model: Mapping[str, Any]) -> D
         context_length=int(info["context_length"]) if info.get("context_length") else None,
         weight_version=str(info.get("weight_version")),
         bootstrap_port=info.get("disaggregation_bootstrap_port") if mode == "prefill" else None,
+        loads_hook=HOOK in (info.get("custom_weight_loader") or ()),
     )
 
 
@@ -200,6 +204,26 @@ def _differences(found: Discovered, wanted: Wanted, routed: bool) -> Iterator[st
             yield f"dp_size is {found.dp} without dp attention: SGLang refuses update groups; use disk transport"
         if found.quantization:
             yield f"quantization is {found.quantization}: it cannot take tensors by broadcast; use disk transport"
+    if wanted.transport == "p2p":
+        yield from _peer(found)
+
+
+def _peer(found: Discovered) -> Iterator[str]:
+    """What keeps trainer ranks from writing into its weights."""
+    other = "use --update-weight-transfer-mode disk-delta (or disk-full)"
+    if not found.loads_hook:
+        yield (
+            f"it was not started with --custom-weight-loader {HOOK} (its package on the server's PYTHONPATH), which "
+            f"tells trainer ranks where its weights lie: start it so, or {other}"
+        )
+    for name, size in (("pp_size", found.pp), ("dp_size", found.dp)):
+        if size > 1:
+            yield f"{name} is {size}: weights go peer to peer to tensor-parallel ranks only; {other}"
+    if found.quantization:
+        yield (
+            f"quantization is {found.quantization}: its loader computes, so nothing can be written where the "
+            f"checkpoint's elements lie; {other}"
+        )
 
 
 def _sizes(found: Discovered, model: ModelFacts) -> Iterator[str]:

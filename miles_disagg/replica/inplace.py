@@ -60,6 +60,11 @@ class Plugin:
         self._directory = Path(tempfile.mkdtemp(prefix="miles-"))
         request = {"op": "open", "directory": str(self._directory), "checkpoint": str(checkpoint.absolute())}
         await self._hook(request, str(info.get("weight_version")))
+        if not (self._directory / "rank-0.sock").exists():
+            raise InPlaceUnavailable(
+                f"the engine opened no session in {self._directory}: it runs on another host than its replica, or its "
+                "log says why"
+            )
         rows = await self.ask("status")
         return {**rows[0], "ranks": len(rows)}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
@@ -88,8 +89,10 @@ async def train_through_a_death(config, engines: list[OutsideEngine]) -> set[int
         pytest.param("embedded", "disk-delta", marks=pytest.mark.slow),
         pytest.param("embedded", "broadcast", marks=pytest.mark.slow),
         pytest.param("embedded", "disk-full", marks=pytest.mark.slow),
+        pytest.param("embedded", "p2p", marks=pytest.mark.slow),
         pytest.param("sglang", "disk-delta", marks=pytest.mark.sglang),
         pytest.param("sglang", "broadcast", marks=pytest.mark.sglang),
+        pytest.param("sglang", "p2p", marks=pytest.mark.sglang),
     ],
 )
 def test_a_dead_attached_engine_leaves_rotation_and_comes_back(
@@ -103,6 +106,8 @@ def test_a_dead_attached_engine_leaves_rotation_and_comes_back(
     assert "engine-1" in said
     assert "is out of rotation" in said
     assert "is back" in said
+    if mode == "p2p":
+        assert re.search(r"engine-1 got \S+ from engine-0", said)
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["fleet/replicas_ready"] for row in rows if "fleet/replicas_ready" in row][-1] == 2
 
@@ -138,12 +143,13 @@ async def two_runs(configs, engine: OutsideEngine) -> list[list]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_trainer_that_starts_again_broadcasts_into_the_live_engine(local_ray, run_config, tiny_checkpoint, tmp_path):
+@pytest.mark.parametrize("mode", ["broadcast", "p2p"])
+def test_a_trainer_that_starts_again_sends_into_the_live_engine(local_ray, run_config, tiny_checkpoint, tmp_path, mode):
     from miles_disagg.config.flags import parse_run
     from miles_disagg.config.resolve import resolve
 
     engine = OutsideEngine("embedded", tiny_checkpoint, tmp_path / "outside.log")
-    first = run_config(*attached([engine], "broadcast", "--run-id", "again"))
+    first = run_config(*attached([engine], mode, "--run-id", f"again-{mode}"))
 
     def continued():
         from miles_disagg.config.flags import save_config

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import signal
+import time
 
 import pytest
 
@@ -27,7 +29,7 @@ async def train_through_a_kill(config, kill) -> None:
                 await kill(run)
             await run.report(step, batch, metrics)
         await run.settle()
-        assert await run.fleet.digests() == [await run.trainer.digests()]
+        assert await run.fleet.digests() == [await run.trainer.digests()] * len(run.fleet.members)
         await run.close_books()
         ledger = run.ledger
         assert ledger["trained"] == 4 * config.num_rollout
@@ -37,7 +39,7 @@ async def train_through_a_kill(config, kill) -> None:
 async def kill_engine_process(run) -> None:
     engines = set(processes.with_text("miles_disagg.engine.embedded", "cmdline"))
     engines &= set(processes.with_text(run.config.run_id, "cmdline"))
-    (pid,) = engines - set(processes.with_text("guard.py", "cmdline"))
+    pid, *_ = sorted(engines - set(processes.with_text("guard.py", "cmdline")))
     os.kill(pid, signal.SIGKILL)
 
 
@@ -68,3 +70,32 @@ async def kill_version_store(run) -> None:
 def test_training_goes_on_when_a_part_is_killed(local_ray, run_config, mode, kill):
     config = run_config("--update-weight-transfer-mode", mode, "--num-rollout", "4")
     asyncio.run(train_through_a_kill(config, kill))
+
+
+async def until_all_serve_again(run, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    down = False
+    while True:
+        rows = await run.fleet.status()
+        up = [row["process_up"] and row["ready"] and row["applied"] == run.version for row in rows]
+        if down and up == [True] * len(run.fleet.members):
+            return
+        down = down or not all(up) or len(up) < len(run.fleet.members)
+        assert time.monotonic() < deadline, rows
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_engine_process, kill_engine_actor])
+def test_an_engine_that_comes_back_gets_its_weights_from_another_one_not_from_the_trainer(
+    local_ray, run_config, capsys, kill
+):
+    async def kill_and_wait(run) -> None:
+        await kill(run)
+        await until_all_serve_again(run)
+
+    config = run_config("--update-weight-transfer-mode", "p2p", "--num-rollout-engines", "2", "--num-rollout", "3")
+    asyncio.run(train_through_a_kill(config, kill_and_wait))
+    said = capsys.readouterr().out
+    assert re.search(r"engine-(\d) got \S+_v000001 from engine-(?!\1)", said), said
+    assert "from the trainer" not in said

@@ -3,13 +3,18 @@
 import asyncio
 import json
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
 from miles_disagg.cluster.assemble import assembled
+from miles_disagg.cluster.fleet import Fleet, FleetTimeouts, Member
+from miles_disagg.cluster.publications import Publications
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.domain.errors import PublicationFailed
+from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.console import RunConsole
+from miles_disagg.observe.events import Timeline
 from tests.fakes import hooks
 
 TRANSPORTS = {
@@ -54,6 +59,60 @@ def test_a_policy_that_does_not_move_raises_a_visible_alarm(local_ray, run_confi
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["weights/policy_does_not_move"] == 0
     assert rows[2]["weights/policy_does_not_move"] == 1
+
+
+class OneEngine(Fleet):
+    """A fleet whose only engine serves what `serves` says."""
+
+    serves: int | None = 0
+
+    async def applied(self, member):
+        return self.serves
+
+
+class Delivery:
+    """A channel and a trainer: a delivery that lasts until `go`, and the repairs that were asked for."""
+
+    def __init__(self):
+        self.go, self.repairs = asyncio.Event(), []
+
+    async def stage(self, ref):
+        pass
+
+    async def deliver(self, ref):
+        await self.go.wait()
+        return {}
+
+    async def repair(self, ref, member):
+        self.repairs.append((ref.version, member.spec.replica_id))
+
+
+async def test_an_engine_is_sent_a_version_again_only_if_the_delivery_under_way_did_not_bring_it():
+    said, channel = [], Delivery()
+    member = Member(SimpleNamespace(replica_id="engine-0"), None, None)
+    fleet = OneEngine([member], None, "", None, FleetTimeouts(1, 1, 1, 1), said.append)
+    fleet.wait_converged = fleet.phase_metrics = nothing
+    publications = Publications(
+        "run", 0, channel, channel, fleet, Timeline("driver"),
+        on_published=nothing, give_out=lambda _: None, timeout=30.0,
+    )  # fmt: skip
+    for serves in (1, 0):
+        channel.go.clear()
+        await publications.begin()
+        version = publications.version
+        asked = asyncio.create_task(publications.repair(member, VersionRef("run", version)))  # it is still at 0
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        fleet.serves = version * serves
+        channel.go.set()
+        await asked
+    assert channel.repairs == [(2, "engine-0")]
+    assert said == ["engine-0 is at 0, not at run/weight_v000002: sending it again"]
+    await publications.cancel()
+
+
+async def nothing(*_):
+    return {}
 
 
 @pytest.mark.slow

@@ -34,17 +34,37 @@ async def train(config) -> list:
     return samples
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize("staging", ["always", "never"])
-def test_stock_sglang_serves_the_export_bit_for_bit_after_peer_to_peer_updates(local_ray, run_config, layout, staging):
+@pytest.mark.parametrize(
+    ("layout", "staging"),
+    [("tp1", "always"), ("tp2", "always"), ("tp2", "never"), ("pp2", "always"), ("pp2", "never")],
+)
+def test_stock_sglang_serves_the_export_bit_for_bit_after_peer_to_peer_updates(
+    local_ray, run_config, capsys, layout, staging
+):
+    ranks = ("--actor-num-gpus-per-node", "2", *LAYOUTS[layout]) if layout in LAYOUTS else ()
     config = run_config(
         *("--rollout-engine", "sglang", "--sglang-python", str(sglang_env.python())),
         *("--update-weight-transfer-mode", "p2p", "--update-weight-p2p-staging", staging),
-        *("--actor-num-gpus-per-node", "2", *LAYOUTS[layout], "--engine-start-timeout", "300"),
+        *ranks,
+        *("--engine-start-timeout", "300"),
     )
     seen = asyncio.run(train_and_compare(config))
     assert seen[0] == {0}
     assert len(seen) == 2 * 4 * 4
+    how = "into a staging area" if staging == "always" else "straight into the live weights"
+    assert f"p2p: engine-0: nixl, {how}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["p2p", "broadcast"])
+def test_stock_sglang_serves_the_export_of_experts_that_are_spread_over_trainer_ranks(
+    local_ray, run_config, tiny_experts, mode
+):
+    config = run_config(
+        *("--rollout-engine", "sglang", "--sglang-python", str(sglang_env.python())),
+        *("--update-weight-transfer-mode", mode, "--hf-checkpoint", str(tiny_experts)),
+        *("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2", "--engine-start-timeout", "300"),
+    )
+    assert len(asyncio.run(train_and_compare(config))) == 2 * 4 * 4
 
 
 @pytest.mark.parametrize("mode", ["broadcast", "disk-full", "disk-delta"])

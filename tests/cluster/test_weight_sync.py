@@ -57,7 +57,7 @@ async def train_and_compare(config) -> list[set[int]]:
         pytest.param("disk-full", "pp2", marks=pytest.mark.slow),
     ],
 )
-def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_config, mode, layout):
+def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_config, capsys, mode, layout):
     flags = ("--update-weight-transfer-mode", mode, "--actor-num-gpus-per-node", "2", "--num-rollout-engines", "2")
     config = run_config(*flags, *LAYOUTS[layout])
     seen = asyncio.run(train_and_compare(config))
@@ -68,6 +68,11 @@ def test_engines_serve_the_trainers_export_after_every_update(local_ray, run_con
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in rows] == [1, 2]
     assert all(row["train/rollout_logprob_abs_diff"] < 0.5 for row in rows)
+    said = capsys.readouterr().out
+    if mode == "p2p":
+        planned = ("from 2 trainer rank(s) to 2 engine rank(s)", "every element once", "slowest pair: trainer rank ")
+        for what in (*planned, "extra memory of a trainer rank: at most ", "engine-1: nixl, into a staging area"):
+            assert what in said
     if mode == "disk-full":  # version 1 went when both engines had acknowledged it
         assert VersionStore(open_store(config.version_store)).versions(config.run_id) == [2]
 
@@ -106,8 +111,12 @@ def test_engines_serve_the_export_of_experts_that_are_spread_over_trainer_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "staging"), [("torch", "never"), ("nixl", "never"), ("torch", "always")])
-def test_peer_to_peer_by_other_ways_leaves_engines_equal_to_the_export(local_ray, run_config, transport, staging):
+def test_peer_to_peer_by_other_ways_leaves_engines_equal_to_the_export(
+    local_ray, run_config, capsys, transport, staging
+):
     flags = ("--update-weight-transfer-mode", "p2p", "--actor-num-gpus-per-node", "2", "--num-rollout-engines", "2")
     ways = ("--update-weight-p2p-transport", transport, "--update-weight-p2p-staging", staging)
     config = run_config(*flags, *ways, *LAYOUTS["tp2"])
     asyncio.run(train_and_compare(config))
+    how = "into a staging area" if staging == "always" else "straight into the live weights, under the pause"
+    assert f"engine-0: {transport}, {how}" in capsys.readouterr().out

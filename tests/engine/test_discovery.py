@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from miles_disagg.engine.discovery import ModelFacts, Wanted, differences, discover, discovered
+from miles_disagg.engine.inplace import HOOK
 from miles_disagg.engine.sglang import SGLangEngine
 
 MODEL = ModelFacts(("Qwen3ForCausalLM",), "qwen3", "bfloat16", {"vocab_size": 512, "hidden_size": 64})
@@ -77,6 +78,18 @@ def test_what_cannot_take_a_broadcast_is_refused_for_broadcast_only(info: dict[s
     assert not problems(**info)
 
 
+def test_what_trainer_ranks_cannot_write_into_is_refused_for_peer_to_peer_only() -> None:
+    peer = replace(WANTED, transport="p2p")
+    assert not problems(peer, custom_weight_loader=["another.loader", HOOK])
+    (problem,) = problems(peer, custom_weight_loader=["another.loader"])
+    assert problem.startswith(f"it was not started with --custom-weight-loader {HOOK}")
+    assert not problems()
+    for info in ({"pp_size": 2}, {"dp_size": 2}, {"quantization": "fp8"}):
+        (problem,) = problems(peer, custom_weight_loader=[HOOK], **info)
+        assert problem.startswith(next(iter(info)))
+        assert problem.endswith("use --update-weight-transfer-mode disk-delta (or disk-full)")
+
+
 def test_auto_is_resolved_as_sglang_does_it() -> None:
     fp32 = replace(MODEL, dtype="float32")
     (problem,) = problems(Wanted(fp32, "float32", "disk", 1))
@@ -88,4 +101,5 @@ async def test_a_running_engine_is_found_as_what_it_is(engine: SGLangEngine, che
     found = await discover(engine)
     assert (found.gpus, found.ranks, found.worker_type, found.dtype) == (0, 1, "regular", "float32")
     assert found.architectures == ("Qwen3ForCausalLM",)
-    assert not differences(found, Wanted(ModelFacts.read(checkpoints["base"]), "float32", "broadcast", 128))
+    for transport in ("broadcast", "disk", "p2p"):
+        assert not differences(found, Wanted(ModelFacts.read(checkpoints["base"]), "float32", transport, 128))

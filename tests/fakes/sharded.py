@@ -101,12 +101,12 @@ class Pair:
         for target in range(len(self.peers)):
             self.prepare(target)
 
-    def prepare(self, target: int) -> None:
-        """Register (again) the memory of an engine rank."""
+    def prepare(self, target: int, spare: int = 0) -> None:
+        """Register (again) the memory of an engine rank, which keeps `spare` bytes free."""
         pieces = self.root / f"pieces-{target}.json"
         pieces.write_text(json.dumps(arrivals(self.plan, target)))
         self.answers[target] = self.peers[target].prepare(
-            str(pieces), self.transport, self.staging, bucket=self.bucket, spare=0,
+            str(pieces), self.transport, self.staging, bucket=self.bucket, spare=spare,
             mail=aligned(self.plan.staged_bytes[target] // MAIL_SHARE) if self.delta else 0,
         )  # fmt: skip
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import DeadlineExceeded, NonFiniteWeights, PublicationFailed
-from miles_disagg.engine.inplace.miles_inplace.transport import Job, Nixl, TransportError, region
+from miles_disagg.engine.inplace.miles_inplace import transport
+from miles_disagg.engine.inplace.miles_inplace.transport import Job, Nixl, Pairs, TransportError, region
+from miles_disagg.publish.peer import Route
 from miles_disagg.weights.transfer.layouts import (
     EngineParallel,
     ModelSizes,
@@ -20,6 +27,8 @@ from miles_disagg.weights.transfer.layouts import (
     trainer_layouts,
 )
 from miles_disagg.weights.transfer.link import GroupSeat
+from miles_disagg.weights.transfer.report import summary
+from tests.fakes.nixl import StuckApi
 from tests.fakes.sharded import Pair, random_tensors
 
 DENSE = ModelSizes(vocab=101, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8)
@@ -234,19 +243,116 @@ def test_staging_waits_for_the_send_before_it_and_needs_a_plan(make):
         source.send("v1", pair.links)
 
 
-def test_a_write_that_cannot_end_stops_at_its_deadline():
-    """A remote agent whose process is gone: the write fails or runs into the deadline, and says so."""
+def test_a_write_to_what_is_no_peer_fails_by_itself():
     here = Nixl("test-writer")
-    local = torch.zeros(1 << 20, dtype=torch.uint8)
+    local = torch.zeros(1 << 10, dtype=torch.uint8)
     here.register([region(local)], cuda=False)
-    job = Job(("x",), b"not metadata", [region(local)], [(0, 1 << 20, 0)], False)
-    results: list[str | None] = []
-    thread = threading.Thread(target=lambda: results.extend(here.write([job], 1.0)))
-    thread.start()
-    thread.join(30)
-    assert results
-    assert results[0] is not None
+    (error,) = here.write([Job(("x",), b"not metadata", [region(local)], [(0, 1 << 10, 0)], False)], 30.0)
+    assert error is not None
     here.close()
+
+
+def test_a_write_that_does_not_end_is_given_up_at_its_deadline_and_holds_up_no_other(monkeypatch):
+    api = StuckApi(done={0})
+    monkeypatch.setattr(transport, "nixl_api", lambda: api)
+    here, local = Nixl("test-writer"), torch.zeros(64, dtype=torch.uint8)
+    jobs = [Job((i,), f"peer {i}".encode(), [region(local)], [(4096, 64, 0)], False) for i in range(2)]
+    first, second = here.write(jobs, 0.2)
+    assert first is None
+    assert second == "TransportError: the write was not done after 0.2 s"
+    assert 1 in api.released, "the write that was given up is still under way"
+
+
+@pytest.mark.slow
+def test_gloo_receives_that_nobody_sends_to_end_at_their_deadline():
+    port, name = free_port(), "p2p-silent"
+    script = _SILENT.format(port=port, name=name)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as silent:
+        try:
+            assert silent.stdout is not None
+            assert silent.stdout.readline() == "here\n"
+            pairs = Pairs(address="127.0.0.1", port=port, rank=1, world=2, name=name, backend="gloo", timeout=5.0)
+            with pytest.raises(TransportError, match="[Tt]ime"):
+                pairs.receive([(0, torch.zeros(64, dtype=torch.uint8))])
+            pairs.leave()
+        finally:
+            silent.kill()
+
+
+_SILENT = """
+import time
+from miles_disagg.engine.inplace.miles_inplace.transport import Pairs
+print("here", flush=True)
+Pairs(address="127.0.0.1", port={port}, rank=0, world=2, name={name!r}, backend="gloo", timeout=5.0)
+time.sleep(60)
+"""
+
+
+class Allocations(TorchDispatchMode):
+    """Storages made under it: bytes of those alive, at most and of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.largest = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._before: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {self._key(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        for tensor in (t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)):
+            key, size = self._key(tensor), tensor.untyped_storage().nbytes()
+            if key not in given and key not in self._made:
+                self._made[key] = StorageWeakRef(tensor.untyped_storage()), size
+                self.largest = max(self.largest, size)
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return out
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "staging"),
+    [
+        (DENSE, TrainerParallel(tensor=2), "always"),
+        (EXPERTS, TrainerParallel(data=2, expert=2), "never"),
+    ],
+)
+def test_a_rank_takes_the_stated_buckets_and_gathers_nothing(make, model, trainer, staging):
+    """Its send buffer holds its share of what it has itself; beside it one piece at a time is converted."""
+    bucket = 2048
+    pair = make(model, trainer, EngineParallel(tensor=2), EngineParallel(tensor=2), staging=staging, bucket=bucket)
+    stated = next(line for line in summary(pair.plan, bucket) if line.startswith("extra memory"))
+    tensors = random_tensors(model, 1)
+    for i, rank in enumerate(pair.ranks):
+        own = {(b.tensor, b.lo, b.hi): b.numel for b in rank.layout.blocks}
+        rank.hold(tensors)
+        with Allocations() as seen:
+            rank.source.route(Route.of(pair.plan, i, bucket))
+            assert seen.largest == pair.plan.packed_bytes[i] == rank.source.describe()["packed_bytes"]
+            rank.source.open(1.0)
+            rank.source.stage()
+            rank.source.check()
+            rank.source.send("v1", pair.links)
+        pieces = pair.plan.of_source(i)
+        assert seen.peak <= pair.plan.packed_bytes[i] + bucket
+        assert pair.plan.packed_bytes[i] <= 2 * sum(own.values()) + 64 * len(pieces)
+        assert {p.tensor for p in pieces} <= {name for name, _, _ in own}
+        assert f"{-(-max(pair.plan.packed_bytes) // bucket)} bucket(s)" in stated
+
+
+def test_an_engine_receives_beside_its_weights_where_that_leaves_enough_free_and_else_into_them(make):
+    pair = make(DENSE, TrainerParallel(), EngineParallel(), staging="auto")
+    assert (pair.answers[0]["mode"], pair.answers[0]["bytes"]) == ("staging", pair.plan.staged_bytes[0])
+    pair.prepare(0, spare=1 << 60)
+    assert (pair.answers[0]["mode"], pair.answers[0]["base"]) == ("direct", 0)
+    tensors = random_tensors(DENSE, 3)
+    pair.stage(tensors)
+    arrive(pair, send(pair, "v1"))
+    assert pair.wrong(tensors) == []
 
 
 def test_gloo_ranks_that_do_not_meet_say_where(make):

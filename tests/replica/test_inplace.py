@@ -32,6 +32,7 @@ from miles_disagg.weights.indices import POSITIONS, VALUES
 from miles_disagg.weights.safetensors_file import ShardSpool
 from tests.engine import sglang_env
 from tests.engine.checkpoints import make_checkpoint
+from tests.fakes.engine import FakeEngine
 from tests.fakes.replica import ref, request
 
 PROMPT = [10, 20, 30, 40]
@@ -241,3 +242,17 @@ async def test_an_unusable_request_does_not_kill_the_server(engine: SGLangEngine
         with contextlib.suppress(UpdateFailed):
             await engine.update_from_tensor([payload], load_format=HOOK, version=str(ref(0)), flush_cache=False)
     assert len((await fresh(engine))[0]) == 24
+
+
+class EngineElsewhere(FakeEngine):
+    """Loads the plugin, but in a file system of its own: what it opens is not seen here."""
+
+    async def server_info(self) -> dict[str, Any]:
+        return {**await super().server_info(), "custom_weight_loader": [HOOK]}
+
+
+async def test_an_engine_on_another_host_is_refused_with_the_reason(staging: Staging) -> None:
+    loader = InPlaceLoader(EngineElsewhere(str(ref(0))), staging.path)
+    with pytest.raises(InPlaceUnavailable, match="opened no session .* runs on another host than its replica"):
+        await loader.open(ref(0))
+    loader.plugin.close()

@@ -147,6 +147,9 @@ async def test_an_engine_serves_what_was_sent_bit_for_bit_and_heals_after_half_a
     tmp_path, model, transport, staging
 ):
     async with world(tmp_path, model, PeerOptions(transport, staging, BUCKET)) as w:
+        _, chosen = await w.receiver.links_and_choice()
+        how = "straight into the live weights, under the pause" if staging == "never" else "into a staging area"
+        assert chosen.startswith(f"{transport}, {how}")
         for version in (1, 2):
             for name, tensor in moved(w.base, version).items():
                 w.live[name].copy_(tensor)

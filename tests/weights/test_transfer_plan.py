@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage, blocks_of, contiguous
+from miles_disagg.weights.transfer.blocks import Block, RankLayout, Storage, blocks_of, cells, contiguous, split
 from miles_disagg.weights.transfer.layouts import (
     EngineParallel,
     ModelSizes,
@@ -17,7 +17,7 @@ from miles_disagg.weights.transfer.layouts import (
     trainer_layouts,
     weights,
 )
-from miles_disagg.weights.transfer.plan import PlanError, make_plan, runs
+from miles_disagg.weights.transfer.plan import PlanError, exactly_once, make_plan, runs
 from miles_disagg.weights.transfer.report import Rates, expected, summary
 
 HOLE = -1
@@ -128,6 +128,31 @@ def layout(name: str, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> RankLa
         strides = contiguous([h - a for a, h in zip(lo, hi, strict=True)])
         blocks.append(Block("w", lo, hi, i, 0, strides))
     return RankLayout(name, tuple(Storage(b.numel, 2, "bfloat16") for b in blocks), tuple(blocks))
+
+
+corners = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=0, max_size=3)
+
+
+@given(corners, st.lists(corners, max_size=4), st.integers(1, 30), st.randoms())
+def test_a_box_is_covered_once_by_its_cells_and_by_nothing_less_or_more(sides, cuts, limit, random):
+    box = tuple(lo for lo, _ in sides), tuple(lo + n for lo, n in sides)
+    others = [(tuple(lo for lo, _ in cut), tuple(lo + n for lo, n in cut)) for cut in cuts if len(cut) == len(sides)]
+    parts = [part for cell in cells(box, others) for part in split(cell, limit)]
+    random.shuffle(parts)
+    assert exactly_once(box, parts)
+    at = random.randrange(len(parts))
+    assert not exactly_once(box, [*parts, parts[at]])
+    assert not exactly_once(box, parts[:at] + parts[at + 1 :])
+    assert not exactly_once(box, [*parts[:at], box, *parts[at + 1 :]]) or parts == [box]
+    for d in range(len(sides)):
+        moved = tuple(tuple(c + (i == d) for i, c in enumerate(corner)) for corner in parts[at])
+        assert not exactly_once(box, [*parts[:at], moved, *parts[at + 1 :]])
+
+
+def test_a_hole_that_another_box_makes_up_for_in_size_is_seen():
+    assert not exactly_once(((0, 0), (2, 2)), [((0, 0), (1, 2)), ((0, 1), (2, 2))])  # (1, 0) missing, (0, 1) twice
+    pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (3, 3)), ((1, 0), (3, 1))]
+    assert not exactly_once(((0, 0), (3, 3)), pinwheel)
 
 
 def test_copies_share_the_work():

@@ -7,6 +7,7 @@ sources hold it (data parallel copies, replicated weights) it is given to the on
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,12 +152,13 @@ def make_plan(sources: Sequence[RankLayout], targets: Sequence[RankLayout], *, b
     """
     held = _holders(sources)
     load = [0] * len(sources)
-    chosen = [
-        (target, source, own, block, box)
-        for target, layout in enumerate(targets)
-        for block in layout.blocks
-        for source, own, box in _routes(block, layout, held, load, bucket)
-    ]
+    chosen = []
+    for target, layout in enumerate(targets):
+        for block in layout.blocks:
+            routes = list(_routes(block, layout, held, load, bucket))
+            if not exactly_once((block.lo, block.hi), [box for *_, box in routes]):
+                raise PlanError(f"{layout.name}: the plan does not send every element of {block.tensor} once")
+            chosen += [(target, source, own, block, box) for source, own, box in routes]
     chosen.sort(key=lambda c: (c[0], c[1]))  # stable: tensor order within a pair
     pieces: list[Piece] = []
     packed: list[dict[Any, int]] = [{} for _ in sources]
@@ -213,8 +215,29 @@ def _routes(
             yield source, own, part
 
 
+def exactly_once(box: Box, parts: Sequence[Box]) -> bool:
+    """True if `parts` fill `box`, none beyond it and no two over each other: halved at planes that cut no part."""
+    if len(parts) == 1:
+        return parts[0] == box
+    for d, (lo, hi) in enumerate(zip(*box, strict=True)):
+        spans = sorted({(low[d], high[d]) for low, high in parts})
+        ends = list(itertools.accumulate((end for _, end in spans), max))
+        planes = [spans[i][0] for i in range(1, len(spans)) if ends[i - 1] <= spans[i][0] and lo < spans[i][0] < hi]
+        if planes:
+            at = planes[len(planes) // 2]
+            below, above = ((box[0], _with(box[1], d, at)), (_with(box[0], d, at), box[1]))
+            return exactly_once(below, [p for p in parts if p[0][d] < at]) and exactly_once(
+                above, [p for p in parts if p[0][d] >= at]
+            )
+    return False
+
+
+def _with(corner: tuple[int, ...], dimension: int, value: int) -> tuple[int, ...]:
+    return (*corner[:dimension], value, *corner[dimension + 1 :])
+
+
 def check(plan: Plan) -> None:
-    """PlanError unless each target receives as many elements as it loads, none of them beyond its storages."""
+    """PlanError unless each target receives as many bytes as it loads, none of them beyond its storages."""
     received = [0] * len(plan.targets)
     for piece in plan.pieces:
         storage = plan.targets[piece.target].storages[piece.target_storage]
