@@ -26,9 +26,9 @@ from miles_disagg.engine import guard
 from miles_disagg.engine.inplace import HOOK, PLUGIN_PATH
 
 LOG_LINES = 50
+PORTS_TRIED = 3
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0
-_PORTS_TRIED = 3
 _PORT_TAKEN = "address already in use"
 
 # The scheduler answers without these on a CPU; the reasons are in docs/engines.md.
@@ -192,13 +192,18 @@ class EngineProcess:
             log.seek(self._log_start)
             return b"".join(deque(log, maxlen=lines)).decode(errors="replace")
 
+    def port_taken(self) -> str | None:
+        """The last lines it wrote if they say that a port was in use (SGLang does not end then), else None."""
+        tail = self.log_tail()
+        return f"Last lines of {self.log_path}:\n{tail}" if _PORT_TAKEN in tail.lower() else None
+
     @classmethod
     async def started(
         cls, spec_for: Callable[[int], LaunchSpec], log_path: str | Path, *, host: str, port: int, timeout: float
     ) -> EngineProcess:
         """Start and wait until it is ready, on `port`, or, where that is 0, on a free one; another one if somebody was
         faster. Errors as of `wait_ready`; nothing is left running then."""
-        attempts = 1 if port else _PORTS_TRIED
+        attempts = 1 if port else PORTS_TRIED
         while True:
             attempts -= 1
             process = cls.start(spec_for(port or free_port(host)), log_path)

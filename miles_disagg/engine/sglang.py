@@ -7,6 +7,7 @@ request may be repeated is the caller's knowledge.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -259,7 +260,11 @@ class SGLangEngine:
                 await self._raise_for_status(response, path)
                 if response.content_type == "application/json":
                     return await response.json()
-                return await response.text()
+                text = await response.text()
+                if response.content_type == "application/octet-stream":  # sglang-router names no type in front of
+                    with contextlib.suppress(ValueError):  # prefill/decode groups
+                        return json.loads(text)
+                return text
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise self._unavailable(path, e) from None
 

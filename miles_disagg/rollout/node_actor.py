@@ -29,6 +29,9 @@ class EngineNode:
     async def ended(self) -> str | None:
         return await self._node.ended()
 
+    async def port_taken(self) -> str | None:
+        return await self._node.port_taken()
+
     async def sees(self, path: str) -> bool:
         return await self._node.sees(path)
 
@@ -49,6 +52,10 @@ class RemoteNode:
     async def ended(self) -> str | None:
         """See `Node`."""
         return await self._ask("ended")
+
+    async def port_taken(self) -> str | None:
+        """See `Node`."""
+        return await self._ask("port_taken")
 
     async def sees(self, path: str) -> bool:
         """See `Node`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from miles_disagg.config.machine import free_port
-from miles_disagg.domain.errors import EngineStartError, MilesDisaggError
+from miles_disagg.domain.errors import EngineStartError, MilesDisaggError, PortTaken
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
 from miles_disagg.engine.launch import NodeRank
@@ -68,6 +68,10 @@ class Node(Protocol):
         """How its process ended, with the last lines of its log; None while it runs."""
         ...
 
+    async def port_taken(self) -> str | None:
+        """Its process's last lines if they say that a port was in use, which need not end it; None if not."""
+        ...
+
     async def sees(self, path: str) -> bool:
         """True if the file `path` is there too."""
         ...
@@ -100,6 +104,11 @@ class NodeServer:
             f"{process.log_tail()}"
         )
 
+    async def port_taken(self) -> str | None:
+        """See `Node`."""
+        said = None if self._process is None else self._process.port_taken()
+        return None if said is None else f"{self._name} found a port in use. {said}"
+
     async def sees(self, path: str) -> bool:
         """See `Node`."""
         return Path(path).exists()
@@ -130,9 +139,10 @@ class EngineProcesses:
         self._process: launch.EngineProcess | None = None
 
     async def start(self) -> str:
-        """Start on a free port (the same one at a restart) and wait until it answers; its URL.
+        """Start on a free port (the same one at a restart) and wait until it answers; its URL. Where somebody else was
+        faster at a port, others are tried.
 
-        EngineStartError or DeadlineExceeded carry the last lines of the process that failed.
+        EngineStartError or DeadlineExceeded carry the last lines of the process that failed; nothing is left running.
         """
         command, version = self._command, self._version
         if not self._nodes:
@@ -142,20 +152,41 @@ class EngineProcesses:
             )  # fmt: skip
             self._port = self._process.spec.port
             return self._process.url
-        self._port = self._port or free_port()
-        count = 1 + len(self._nodes)
+        attempts = launch.PORTS_TRIED
+        while True:
+            attempts -= 1
+            try:
+                self._process = await self._started()
+                self._port = self._process.spec.port
+                return self._process.url
+            except PortTaken:
+                await self.stop()
+                if not attempts:
+                    raise
+            except BaseException:
+                await self.stop()
+                raise
+
+    async def _started(self) -> launch.EngineProcess:
+        """Every node's process, once they answer as one. All ports are new ones, but at a restart the first one's."""
+        command, version, count = self._command, self._version, 1 + len(self._nodes)
         first = NodeRank(0, count, f"{self._address}:{free_port(self._address)}")
-        self._process = launch.EngineProcess.start(command.spec(self._port, version, node=first), command.log_path)
+        spec = command.spec(self._port or free_port(), version, node=first)
+        self._process = process = launch.EngineProcess.start(spec, command.log_path)
         places = [replace(first, rank=i) for i in range(1, count)]
         await asyncio.gather(*(n.start(command, version, p) for n, p in zip(self._nodes, places, strict=True)))
-        await self._ready(self._process)
-        return self._process.url
+        await self._ready(process)
+        return process
 
     async def _ready(self, process: launch.EngineProcess) -> None:
-        """Until the first process answers, which it does when all are there; EngineStartError when another ends."""
+        """Until the first process answers, which it does when all are there; EngineStartError when another ends,
+        PortTaken when one of them found a port in use: it would hang, not end."""
         ready = asyncio.create_task(process.wait_ready(self._timeout))
         try:
             while not (await asyncio.wait({ready}, timeout=_LOOK_SECONDS))[0]:
+                for taken in await asyncio.gather(*(n.port_taken() for n in self._nodes)):
+                    if taken is not None:
+                        raise PortTaken(f"engine at {process.url} did not start: {taken}")
                 if (ended := await self._another_ended()) is not None:
                     raise EngineStartError(f"engine at {process.url} did not start: {ended}")
             ready.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from tests.engine import sglang_env
 
 
 class OutsideEngine:
-    """One server. kind: `embedded` (`miles-disagg engine`) or `sglang`; args: of its command line."""
+    """One server. kind: `embedded` (`miles-disagg engine`) or `sglang`; args: of its command line; env: beside ours."""
 
-    def __init__(self, kind: str, checkpoint: Path, log: Path, *args: str):
-        self.kind, self.checkpoint, self.log, self.args = kind, checkpoint, log, args
+    def __init__(self, kind: str, checkpoint: Path, log: Path, *args: str, env: Mapping[str, str] | None = None):
+        self.kind, self.checkpoint, self.log, self.args, self.env = kind, checkpoint, log, args, env
         self.port = free_port()
         self.process: EngineProcess | None = None
 
@@ -33,7 +33,8 @@ class OutsideEngine:
         """Its command line."""
         if self.kind == "sglang":
             args = ("--dtype", "float32", *self.args)
-            return launch.sglang(self.checkpoint, port=self.port, device="cpu", python=sglang_env.python(), args=args)
+            where = {"port": self.port, "device": "cpu", "python": sglang_env.python()}
+            return launch.sglang(self.checkpoint, **where, args=args, env=self.env)
         command = [sys.executable, "-m", "miles_disagg.cli", "engine", "--model-path", str(self.checkpoint)]
         command += ["--port", str(self.port), *self.args]
         return LaunchSpec(tuple(command), "127.0.0.1", self.port, str(self.checkpoint), {"OMP_NUM_THREADS": "1"})

@@ -10,9 +10,11 @@ import aiohttp
 import pytest
 
 from miles_disagg.cluster.assemble import assembled
+from miles_disagg.config.machine import free_port
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.observe.console import RunConsole
 from tests.cluster.attached import OutsideEngine, OutsideRouter, ended
+from tests.engine import sglang_env
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -108,3 +110,25 @@ def test_engines_behind_a_router_are_updated_together_and_one_may_die(
     assert max(versions) >= 1, "no sample came from a published version"
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {row["fleet/replicas_ready"] for row in rows if "fleet/replicas_ready" in row} == {1}
+
+
+@pytest.mark.parametrize("mode", ["disk-delta", "broadcast"])
+def test_a_prefill_decode_group_that_passes_kv_caches_on_is_updated_as_one_engine(
+    local_ray, run_config, tiny_checkpoint, tmp_path, mode
+):
+    transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+    kinds = {"prefill": ("--disaggregation-bootstrap-port", str(free_port())), "decode": ()}
+    engines = [
+        OutsideEngine(
+            "sglang", tiny_checkpoint, tmp_path / f"{kind}.log", *transfer, kind, *more, env=sglang_env.kv_transfer()
+        )
+        for kind, more in kinds.items()
+    ]
+    router = OutsideRouter(tmp_path / "router.log", "--pd-disaggregation")
+    pace = ("--num-rollout", "4", "--max-weight-staleness", "1", "--lr", "1e-4")
+    config = run_config(*routed(router, engines, mode, *pace))
+    versions = asyncio.run(train(config, router, engines, kill=False))
+    assert max(versions) >= 2, "no sample came from a published version"
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    # both kinds hold the policy: what is decoded on a prefill of other weights would have other logprobs
+    assert all(row["train/rollout_logprob_abs_diff"] < 1e-3 for row in rows), rows

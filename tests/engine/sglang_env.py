@@ -17,8 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from miles_disagg.engine.inplace import PLUGIN_PATH
+
 TORCH = "torch==2.13.0"
 NIXL = "nixl-cu12>=1.5"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 ROUTER = "sglang-router==0.3.2"
 WITHOUT_DEPENDENCIES = (
     "sglang==0.5.17",
@@ -133,6 +136,30 @@ def python() -> Path:
             _run(str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", NIXL)
             (venv / "nixl").touch()
     return venv / "bin" / "python"
+
+
+def kv_transfer() -> dict[str, str]:
+    """What is added to the environment of servers that pass KV caches on over TCP (`mooncake_tcp`, the one backend of
+    SGLang that takes memory of a CPU): the library, and the RDMA ones that it is linked to, of NIXL's wheel."""
+    interpreter = python()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-disagg"
+    place = root / f"{MOONCAKE.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
+    place.mkdir(parents=True, exist_ok=True)
+    with open(f"{place}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "complete").is_file():
+            _run(str(interpreter), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), MOONCAKE)
+            (place / "complete").touch()
+    where = [str(interpreter), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    site = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    links = place / "rdma"
+    links.mkdir(exist_ok=True)
+    for library in (site / "nixl_cu12.libs").glob("lib*"):
+        if library.name.startswith(("libibverbs", "libnl")):
+            name = "libibverbs.so.1" if library.name.startswith("libibverbs") else library.name
+            (links / name).unlink(missing_ok=True)
+            (links / name).symlink_to(library)
+    return {"PYTHONPATH": os.pathsep.join((str(PLUGIN_PATH), str(place))), "LD_LIBRARY_PATH": str(links)}
 
 
 def router() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import sys
@@ -23,6 +24,7 @@ from miles_disagg.domain.errors import (
     UpdateFailed,
 )
 from miles_disagg.engine import launch
+from miles_disagg.engine.inplace import PLUGIN_PATH
 from miles_disagg.engine.launch import EngineProcess, LaunchSpec
 from miles_disagg.engine.sglang import SGLangEngine
 
@@ -126,6 +128,18 @@ def test_sglang_runs_from_its_own_environment_with_pass_through_arguments_last(t
     assert "PYTHONPATH" in spec.unset
     with pytest.raises(ConfigError, match="--sglang-python"):
         launch.sglang("/m", port=1, python=tmp_path / "nope")
+
+
+def test_what_a_server_loads_of_ours_imports_torch_numpy_and_the_standard_library_only():
+    allowed = {*sys.stdlib_module_names, "torch", "numpy"}
+    files = list((PLUGIN_PATH / "miles_inplace").glob("*.py"))
+    assert len(files) > 4
+    for file in files:
+        for node in ast.parse(file.read_text()).body:  # what is imported when it is needed (NIXL) may be absent
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            assert {name.partition(".")[0] for name in names} <= allowed, file.name
 
 
 def test_the_environment_of_this_process_is_not_changed_by_a_launch():

@@ -18,12 +18,13 @@ from miles_disagg.config.machine import free_port
 
 
 class FakeMember:
-    """One engine. `refuses`: updates are refused; `info`: further fields of `/server_info`."""
+    """One engine. `refuses`: updates are refused, as `refusal` says; `info`: further fields of `/server_info`."""
 
     def __init__(self, version: str, **info: Any):
         self.port = free_port()
         self.version, self.info, self.model_path = version, info, "/model"
         self.paused = self.refuses = False
+        self.refusal = "refused"
         self.loaded: list[str] = []
         self.calls: list[str] = []
         self.groups: list[dict[str, Any]] = []
@@ -67,7 +68,7 @@ class FakeMember:
                 self.groups.append(body)
             case "/update_weights_from_disk" | "/update_weights_from_distributed":
                 if self.refuses:
-                    return web.json_response({"success": False, "message": "refused"}, status=400)
+                    return web.json_response({"success": False, "message": self.refusal}, status=400)
                 self.version = body["weight_version"]
                 self.loaded.append(str(body.get("model_path") or body.get("group_name")))
             case "/generate":

@@ -1,7 +1,8 @@
 """Stands in for `python -m sglang.launch_server`: the first node answers as an engine, the others stay and say nothing.
 
 `as_python(directory)` makes an interpreter whose every module is this one. Each start appends a line to `starts.jsonl`
-beside it: pid, rank, visible GPUs and arguments. A file `fail-N` there ends rank N at once.
+beside it: pid, rank, visible GPUs and arguments. A file `fail-N` there ends rank N at once; `taken-N`, one `x` for each
+start that it spoils, makes rank N say that a port is in use and stay, as SGLang does.
 """
 
 from __future__ import annotations
@@ -38,16 +39,26 @@ def main(argv: list[str]) -> None:
     assert argv[:2] == ["-m", "sglang.launch_server"], argv
     flags = dict(zip(argv[2::1], argv[3::1], strict=False))
     directory, rank = Path(os.environ["FAKE_DIRECTORY"]), int(flags.get("--node-rank", 0))
-    row = {"pid": os.getpid(), "rank": rank, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "argv": argv[2:]}
+    taken = directory / f"taken-{rank}"
+    left = taken.read_text() if taken.exists() else ""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    row = {"pid": os.getpid(), "rank": rank, "gpus": gpus, "argv": argv[2:], "spoiled": bool(left)}
     with open(directory / "starts.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     if (directory / f"fail-{rank}").exists():
         print(f"rank {rank} cannot go on")
         raise SystemExit(7)
+    if left:
+        taken.write_text(left[1:])
+        print("[Errno 98] error while attempting to bind on address: address already in use", flush=True)
+        time.sleep(3600)
     if rank:
         time.sleep(3600)
     meet, count = flags.get("--dist-init-addr"), int(flags.get("--nnodes", 1))
-    while sum(meet in row["argv"] for row in starts(directory)) < count or (directory / "fail-1").exists():
+    while (
+        sum(meet in r["argv"] and not r["spoiled"] for r in starts(directory)) < count
+        or (directory / "fail-1").exists()
+    ):
         time.sleep(0.05)  # like SGLang's first node, it answers when all are there
     asyncio.run(serve(flags))
 

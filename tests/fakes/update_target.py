@@ -13,10 +13,8 @@ from miles_disagg.publish.base import GroupSpec
 class EngineTarget:
     """An engine driven directly, as a replica would: paused while it is updated."""
 
-    num_ranks = 1
-
-    def __init__(self, engine: Engine):
-        self.engine, self.name = engine, engine.url
+    def __init__(self, engine: Engine, num_ranks: int = 1):
+        self.engine, self.name, self.num_ranks = engine, engine.url, num_ranks
         self.events: list[str] = []
         self.groups: set[str] = set()
 

@@ -127,7 +127,7 @@ async def update(w: World, version: int, transport: str) -> None:
         await w.receiver.expect()
     sent = await w.send(version, transport, links)
     assert not sent.errors
-    await w.receiver.verify([sent.sums[0]])
+    await w.receiver.verify([sent.sums[target] for target in sorted(sent.sums)])
     if not direct:
         await activator.begin_update(ref)
     await w.receiver.land()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_disagg.domain.errors import EngineStartError
+from miles_disagg.domain.errors import EngineStartError, PortTaken
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.rollout.processes import EngineCommand, EngineProcesses, NodeServer
 from tests.fakes.sglang_node import as_python, starts
@@ -75,6 +75,36 @@ async def test_a_rank_that_ends_at_start_is_said_with_its_last_lines(tmp_path: P
             await engine.start()
     finally:
         await engine.stop()
+    assert not any(alive(row["pid"]) for row in starts(tmp_path))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_port_that_somebody_else_has_is_seen_at_once_and_all_start_again_on_others(tmp_path: Path, rank: int):
+    (tmp_path / f"taken-{rank}").write_text("x")
+    engine = processes_of(tmp_path, nodes=2, timeout=60.0)
+    begun = time.monotonic()
+    try:
+        url = await engine.start()
+        assert time.monotonic() - begun < 30, "it was found by the deadline only"
+        last = starts(tmp_path)[-1]
+        again = [row for row in starts(tmp_path) if value(row, "--dist-init-addr") == value(last, "--dist-init-addr")]
+        first = [row for row in starts(tmp_path) if row not in again]  # one may have been ended before it said so
+        assert sorted(row["rank"] for row in again) == [0, 1]
+        assert rank in [row["rank"] for row in first]
+        assert not any(alive(row["pid"]) for row in first)
+        assert {value(row, "--port") for row in first}.isdisjoint(value(row, "--port") for row in again)
+        assert url.endswith(value(min(again, key=lambda row: row["rank"]), "--port"))
+        assert await engine.ended() is None
+    finally:
+        await engine.stop()
+
+
+async def test_ports_that_are_always_taken_end_the_start_with_what_was_said_and_leave_nothing(tmp_path: Path):
+    (tmp_path / "taken-1").write_text("x" * 9)
+    engine = processes_of(tmp_path, nodes=2, timeout=60.0)
+    with pytest.raises(PortTaken, match=r"node 1 of 2 found a port in use[\s\S]*address already in use"):
+        await engine.start()
+    assert [row["rank"] for row in starts(tmp_path)].count(1) == 3
     assert not any(alive(row["pid"]) for row in starts(tmp_path))
 
 
