@@ -148,11 +148,10 @@ def open_store(url: str) -> ObjectStore:
 
 def store_time(objects: ObjectStore) -> float:
     """What the store's clock shows, Unix time in seconds: the time that it gives to an object written now."""
-    place = f"{PROBES}/clock-{uuid.uuid4().hex}"
-    key = f"{place}/now"
+    key = f"{PROBES}/{uuid.uuid4().hex}"
     objects.put(key, b"?")
     try:
-        return next(info.modified for info in objects.list(place))
+        return next(info.modified for info in objects.list(PROBES) if info.key == key)
     except StopIteration:
         raise StoreError(f"{objects.url} does not list {key!r}, which was just written") from None
     finally:
