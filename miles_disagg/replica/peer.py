@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_disagg.domain.errors import EngineError, UpdateFailed
+from miles_disagg.domain.errors import EngineError, InvalidVersionRef, UpdateFailed
+from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine.base import Engine
 from miles_disagg.replica.activation import Activator
 from miles_disagg.replica.inplace import InPlaceUnavailable, Plugin
@@ -55,7 +56,7 @@ class PeerReceiver:
         self.describes = ""
 
     async def layout(self) -> list[RankLayout]:
-        """Every rank's recorded layout, checked against the base checkpoint, which the engine holds. EngineError."""
+        """Every rank's recorded layout, checked against the base checkpoint if that is what it holds. EngineError."""
         async with self._activator.undisturbed():
             await self._open()
         return self._layouts
@@ -68,7 +69,7 @@ class PeerReceiver:
                 await self._engine.pause("in_place")
             try:
                 await self.plugin.open(self._checkpoint)
-                if not self._layouts:  # later, the engine may hold a newer version; its layout is compared instead
+                if not self._layouts and await self._holds_base():  # later its layout is compared instead
                     await self._probe()
             finally:
                 if paused:
@@ -80,6 +81,14 @@ class PeerReceiver:
         if self._layouts and [fingerprint(a) for a in found] != [fingerprint(b) for b in self._layouts]:
             raise EngineError(f"{self._name} was started anew with another layout of its weights: restart the run")
         self._layouts, self._tokens = found, []
+
+    async def _holds_base(self) -> bool:
+        """False for an engine that goes on with a version of a run: nothing on this host has its values."""
+        stamp = str((await self._engine.server_info()).get("weight_version"))
+        try:
+            return VersionRef.parse(stamp).version == 0
+        except InvalidVersionRef:
+            return True
 
     async def _probe(self) -> None:
         probe = self.plugin.call("probe", directory=str(self._checkpoint), limit=_PROBE_SAMPLES)

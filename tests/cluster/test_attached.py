@@ -142,12 +142,13 @@ async def two_runs(configs, engine: OutsideEngine) -> list[list]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_trainer_that_starts_again_broadcasts_into_the_live_engine(local_ray, run_config, tiny_checkpoint, tmp_path):
+@pytest.mark.parametrize("mode", ["broadcast", "p2p"])
+def test_a_trainer_that_starts_again_sends_to_the_live_engine(local_ray, run_config, tiny_checkpoint, tmp_path, mode):
     from miles_disagg.config.flags import parse_run
     from miles_disagg.config.resolve import resolve
 
     engine = OutsideEngine("embedded", tiny_checkpoint, tmp_path / "outside.log")
-    first = run_config(*attached([engine], "broadcast", "--run-id", "again"))
+    first = run_config(*attached([engine], mode, "--run-id", "again"))
 
     def continued():
         from miles_disagg.config.flags import save_config
