@@ -3,8 +3,12 @@
 `--custom-rm-path examples.judge.mean_logprob --sglang-config FILE`
 
 with a model called `judge` in FILE whose `update_weights` is false, and the policy's tokenizer. It runs on the event
-loop and waits for the judge without holding a thread.
+loop and waits for the judge without holding a thread. A judge that died is there again under its URL within seconds:
+its connection is tried anew until --reward-timeout.
 """
+
+import asyncio
+from typing import Any
 
 import aiohttp
 
@@ -19,9 +23,17 @@ async def mean_logprob(sample: Sample) -> float:
     body = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
     body["logprob_start_len"] = len(sample.prompt.tokens) - 1
     (url,) = served_model("judge")
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as response:
-        answer = await response.json()
+    answer = await _asked(f"{url}/generate", body)
     rows = answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :]
     if [row[1] for row in rows] != list(sample.tokens):
         raise ValueError(f"the judge scored other tokens than those of {sample.sample_id}: another tokenizer?")
     return sum(row[0] for row in rows) / len(rows)
+
+
+async def _asked(url: str, body: dict[str, Any]) -> Any:
+    while True:  # the run ends it after --reward-timeout
+        try:
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+                return await response.json()
+        except aiohttp.ClientConnectionError:
+            await asyncio.sleep(0.5)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """A training run whose parts are killed at random, again and again, and which has to come out right.
 
-For `--minutes` it sends SIGKILL to an engine's process, the actor beside it, the rollout producer, the version store's
-process, a trainer rank, the head's raylet or the driver of a run (the quickstart's, with checkpoints), every few
-seconds, and starts the driver again with `--resume auto` whenever it has ended. Then it leaves the run alone for
-`--steps` more steps, and checks: the ledger balances, and did at every step; the version numbers are contiguous and no
-published version's bytes ever changed; every step was done once; the accuracy on held-out prompts reached `--reward`.
+For `--minutes` it sends SIGKILL to an engine's process, the actor beside it, the gateway, the rollout producer, the
+version store's process, a trainer rank, the head's raylet or the driver of a run (the quickstart's, with checkpoints),
+every few seconds, and starts the driver again with `--resume auto` whenever it has ended. Then it leaves the run alone
+for `--steps` more steps, and checks: the ledger balances, and did at every step; the version numbers are contiguous and
+no published version's bytes ever changed; every step was done once; the accuracy on held-out prompts reached
+`--reward`.
 
 With `--json` the last line is one object with `kills`, `ledger_balanced`, `versions_contiguous`, `accuracy_last` and
 more. Exit status 1 if a check fails.
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VICTIMS = {
     "engine": "miles_disagg.engine.embedded",
     "replica": "ray::RolloutEngine",
+    "gateway": "ray::GatewayActor",
     "producer": "ray::RolloutProducer",
     "store": "ray::VersionStoreActor",
     "trainer": "ray::TrainerActor",

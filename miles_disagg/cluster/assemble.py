@@ -15,24 +15,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_disagg.cluster import checkpoints, resume, specs
-from miles_disagg.cluster.calls import call
-from miles_disagg.cluster.connect import cluster, incarnation, reserved
+from miles_disagg.cluster.calls import Lifeline
+from miles_disagg.cluster.connect import cluster, reserved
 from miles_disagg.cluster.endpoint import ServiceFleet
-from miles_disagg.cluster.evaluation_replicas import EvaluationReplicas
 from miles_disagg.cluster.fleet import Fleet
-from miles_disagg.cluster.frozen import serving
 from miles_disagg.cluster.ledger import DEATHS, KeptLedger
 from miles_disagg.cluster.peer import PeerChannel
 from miles_disagg.cluster.producer import RemoteProducer
 from miles_disagg.cluster.publications import BroadcastChannel, DiskChannel, Movement, Publications
 from miles_disagg.cluster.resume import Lineage
+from miles_disagg.cluster.rollout_side import evaluators, frozen, rollout_side, start_here
 from miles_disagg.cluster.run import Run
 from miles_disagg.cluster.scorers import reference_spec, vocabulary_problems
 from miles_disagg.cluster.trainer_group import TrainerGroup
@@ -40,11 +37,8 @@ from miles_disagg.config.flags import save_config
 from miles_disagg.config.placement import PlacementPlan, plan_placement
 from miles_disagg.config.resolve import resolve
 from miles_disagg.config.run import RunConfig
-from miles_disagg.config.secrets import read_token
 from miles_disagg.domain.errors import ConfigError, MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
-from miles_disagg.gateway.actor import GatewayActor
-from miles_disagg.gateway.app import GatewaySettings
 from miles_disagg.observe.console import RunConsole
 from miles_disagg.observe.events import EventLog, Timeline
 from miles_disagg.observe.metrics import RayMetrics
@@ -128,7 +122,7 @@ async def _drive(config: RunConfig, plan: PlacementPlan, loop: Loop) -> int:
 @asynccontextmanager
 async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole) -> AsyncIterator[Run]:
     """All parts of a run, started; taken down in reverse order at the end."""
-    timeline = Timeline("driver")
+    timeline, lifeline = Timeline("driver"), Lifeline()
     digest = await asyncio.to_thread(checkpoint_digest, config.checkpoint)
     continued = await asyncio.to_thread(resume.find, config, digest)
     async with AsyncExitStack() as stack:
@@ -138,11 +132,11 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         stack.callback(events.close)
         console.say(f"run {config.run_id} in {config.run_dir}")
         lineage = Lineage(config.run_dir)
-        ledger, newest = await _claim(config, digest, lineage, console.say, stack)
+        ledger, newest = await _claim(config, digest, lineage, console.say, lifeline, stack)
         base = VersionRef(config.run_id, 0)
         published = None if continued is None else await _published(config, newest, console.say, stack)
-        fleet, endpoint = await _rollout_side(config, plan, ledger, base, console.say, stack)
-        evaluators = await _evaluators(config, plan, ledger, base, console.say, stack)
+        fleet, endpoint = await rollout_side(config, plan, ledger, base, console.say, lifeline, stack)
+        judges = await evaluators(config, plan, ledger, base, console.say, stack)
         placement = stack.enter_context(
             reserved(
                 plan.trainer.name,
@@ -152,12 +146,14 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
             )
         )
         ranks = plan.trainer.slots * len(plan.trainer.bundles)
-        beside = f", and {len(plan.evaluators)} for evaluation alone" if evaluators else ""
+        beside = f", and {len(plan.evaluators)} for evaluation alone" if judges else ""
         console.say(f"starting {ranks} trainer rank(s) and {len(fleet.members)} engine(s){beside}")
-        served = await _frozen(config, plan, console.say, stack)
-        fleets = [fleet, *([evaluators.fleet] if evaluators else [])]
+        served = await frozen(config, plan, console.say, lifeline, stack)
+        fleets = [fleet, *([judges.fleet] if judges else [])]
         trainer = await _start_together(config, plan, placement, fleets, stack, published)
-        judge = evaluators.fleet.gateway_url if evaluators else None
+        watch = asyncio.create_task(trainer.keep(lifeline), name="look after the trainer")
+        stack.callback(watch.cancel)
+        judge = judges.fleet.gateway_url if judges else None
         producer = await _producer(config, endpoint, base, console.say, stack, served, judge)
         if continued is not None and continued.checkpoint is not None:
             await trainer.load(str(continued.checkpoint / checkpoints.TRAINER))
@@ -180,7 +176,7 @@ async def assembled(config: RunConfig, plan: PlacementPlan, console: RunConsole)
         yield Run(
             config, trainer, fleet, producer, publications,
             trackers=trackers, console=console, events=events, timeline=timeline, run_dir=config.run_dir,
-            continued=continued, identity=resume.identity(config, digest), evaluators=evaluators,
+            continued=continued, identity=resume.identity(config, digest), evaluators=judges, lifeline=lifeline,
         )  # fmt: skip
 
 
@@ -193,26 +189,23 @@ def _trackers(config: RunConfig) -> list[Tracker]:
     return out
 
 
-def _start_here(actor_class: Any, run_id: str, name: str, *args: Any, restarts: int = 0) -> Any:
-    """An actor on the driver's node, where the run directory and the prompts are; it reserves no core."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"name": incarnation(name), "namespace": run_id, "num_cpus": 0, "scheduling_strategy": here}
-    options["max_restarts"] = restarts
-    return actor_class.options(**options).remote(*args)
-
-
 async def _claim(
-    config: RunConfig, digest: str, lineage: Lineage, say: Callable[[str], None], stack: AsyncExitStack
+    config: RunConfig,
+    digest: str,
+    lineage: Lineage,
+    say: Callable[[str], None],
+    lifeline: Lifeline,
+    stack: AsyncExitStack,
 ) -> tuple[KeptLedger, VersionRef]:
     """The version store actor, with this run's claim, looked after; the newest version there is."""
     url = config.version_store if config.weights.transport == "disk" else None
     hooks = (config.weights.custom_update_weight_post_write_path, config.weights.custom_update_weight_pre_read_path)
     args = (config.run_id, url, 1.0, *hooks)
-    store = _start_here(VersionStoreActor, config.run_id, "version-store", *args, restarts=DEATHS)
+    store = start_here(VersionStoreActor, config.run_id, "version-store", *args, restarts=DEATHS)
     stack.callback(ray.kill, store)
     ledger = KeptLedger(store, say, timeout=config.timeouts.update_weights_timeout)
     boot = lineage.version if url is None else 0  # without a store, nobody else knows which numbers are taken
-    claim = await asyncio.wait_for(ledger.claim(digest, boot_version=boot, owner=lineage.owner), 60.0)
+    claim = await ledger.claim(digest, boot_version=boot, owner=lineage.owner)
     await asyncio.to_thread(lineage.claimed, claim.owner if claim else None)
 
     async def release() -> None:
@@ -221,8 +214,9 @@ async def _claim(
             await asyncio.wait_for(ledger.release(), 10.0)
 
     stack.push_async_callback(release)
-    keeping = asyncio.create_task(ledger.keep(), name="look after the version store")
-    newest = await asyncio.wait_for(ledger.latest(), 30.0)
+    keeping = asyncio.create_task(ledger.keep(lifeline), name="look after the version store")
+    await ledger.announce()
+    newest = await ledger.latest()
     assert newest is not None
     return ledger, newest
 
@@ -233,72 +227,6 @@ async def _published(
     """Checkpoint of the version that a continued run published last; see `resume.published_weights`."""
     stack.callback(resume.forget_published_weights, config)
     return await asyncio.to_thread(resume.published_weights, config, newest, say)
-
-
-async def _rollout_side(
-    config: RunConfig,
-    plan: PlacementPlan,
-    ledger: KeptLedger,
-    base: VersionRef,
-    say: Callable[[str], None],
-    stack: AsyncExitStack,
-) -> tuple[Fleet | ServiceFleet, str]:
-    """The engines of this job behind a gateway of its own, or somebody else's service; and the URL to ask."""
-    endpoint = config.engines.rollout_endpoint
-    if endpoint:
-        token = read_token(config.engines.rollout_auth_token_file, "--rollout-auth-token-file")
-        service = ServiceFleet(endpoint, say, token=token)
-        stack.push_async_callback(service.stop)
-        return service, endpoint
-    gateway, url = await _gateway(config, "gateway", config.cluster.gateway_port)
-    members = specs.fleet_members(config, plan, base, url)
-    fleet = Fleet(members, gateway, url, ledger, specs.fleet_timeouts(config), say)
-    stack.push_async_callback(fleet.stop)
-    ledger.served = fleet.served
-    return fleet, url
-
-
-async def _evaluators(
-    config: RunConfig,
-    plan: PlacementPlan,
-    ledger: KeptLedger,
-    base: VersionRef,
-    say: Callable[[str], None],
-    stack: AsyncExitStack,
-) -> EvaluationReplicas | None:
-    """Engines that only evaluate, behind a gateway that rollouts do not know; None where there are none."""
-    if not plan.evaluators:
-        return None
-    gateway, url = await _gateway(config, "eval-gateway", 0)
-    members = specs.evaluation_members(config, plan, base, url)
-    fleet = Fleet(members, gateway, url, ledger, specs.fleet_timeouts(config), say, counted=False)
-    stack.push_async_callback(fleet.stop)
-    return EvaluationReplicas(fleet, config.timeouts.update_weights_timeout)
-
-
-async def _frozen(
-    config: RunConfig, plan: PlacementPlan, say: Callable[[str], None], stack: AsyncExitStack
-) -> Mapping[str, tuple[str, ...]]:
-    """Engines of models that are never updated; their URLs by the models' names."""
-    served = await stack.enter_async_context(
-        serving(
-            specs.frozen_engines(config, plan),
-            plan.placeholders,
-            run_id=config.run_id,
-            placement_timeout=config.timeouts.placement_timeout,
-            shutdown_timeout=config.timeouts.shutdown_timeout,
-        )
-    )
-    for name, urls in served.items():
-        say(f"frozen model {name}: {', '.join(urls)}")
-    return served
-
-
-async def _gateway(config: RunConfig, name: str, port: int) -> tuple[Any, str]:
-    gateway = _start_here(GatewayActor, config.run_id, name)
-    settings = GatewaySettings(request=config.timeouts.rollout_request_timeout)
-    start = gateway.start.remote(config.cluster.gateway_host, port, config.run_id, settings)
-    return gateway, await call(start, f"{name}: start", 60.0)
 
 
 async def _start_together(
@@ -363,7 +291,7 @@ async def _producer(
     spec = specs.producer_spec(config, endpoint, base.version)
     spec = replace(spec, models=served, eval_endpoint=judge, reference=reference)
     producer = RemoteProducer(
-        lambda: _start_here(RolloutProducer, config.run_id, "rollout-producer", spec),
+        lambda: start_here(RolloutProducer, config.run_id, "rollout-producer", spec),
         config.timeouts.trainer_start_timeout,
         say,
     )

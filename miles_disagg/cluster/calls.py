@@ -1,17 +1,20 @@
 """Awaiting Ray calls with a deadline and a reason.
 
-Every remote call of the driver goes through here, so nothing waits for ever and a dead actor is named.
+Every remote call of the driver goes through here, so nothing waits for ever and a dead actor is named. What ends a run
+whose part is lost for good, while it waits for something else, is a `Lifeline`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
 
 import ray.exceptions
 
 from miles_disagg.domain.errors import DeadlineExceeded, MilesDisaggError
+
+T = TypeVar("T")
 
 
 class ActorLost(MilesDisaggError):
@@ -52,3 +55,50 @@ async def call_all(references: Iterable[tuple[Any, str]], timeout: float) -> lis
     finally:
         for task in tasks:
             task.cancel()
+
+
+class Pulse:
+    """Asks one actor how it is, again and again; one that owes `owed` answers in a row, `seconds` each, hangs."""
+
+    def __init__(self, name: str, *, seconds: float = 10.0, owed: int = 3):
+        self._name, self._seconds, self._owed = name, seconds, owed
+        self._missed = 0
+
+    async def ask(self, reference: Any, what: str) -> Any:
+        """Its answer. ActorLost if it died, or owes too many; DeadlineExceeded while it may only be slow."""
+        try:
+            answer = await call(reference, f"{self._name}: {what}", self._seconds)
+        except DeadlineExceeded as error:
+            self._missed += 1
+            if self._missed < self._owed:
+                raise
+            raise ActorLost(self._name, f"it owes {self._missed} answers in a row: {error}") from None
+        self._missed = 0
+        return answer
+
+
+class Lifeline:
+    """Who finds that a part of a run is lost for good cuts it; who waits for that part hears of it at once."""
+
+    def __init__(self) -> None:
+        self.error: MilesDisaggError | None = None
+        self._cut = asyncio.Event()
+
+    def cut(self, error: MilesDisaggError) -> None:
+        """The run cannot go on, because of `error`; the first one counts."""
+        self.error = self.error or error
+        self._cut.set()
+
+    async def hold(self, work: Awaitable[T]) -> T:
+        """Result of `work`, or the error if the line is cut before it is there; `work` is cancelled then."""
+        task, cut = asyncio.ensure_future(work), asyncio.ensure_future(self._cut.wait())
+        try:
+            await asyncio.wait({task, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            assert self.error is not None
+            raise self.error
+        finally:
+            for waiting in (task, cut):
+                waiting.cancel()
+            await asyncio.gather(task, cut, return_exceptions=True)

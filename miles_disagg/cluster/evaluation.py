@@ -51,6 +51,11 @@ class Evaluations:
         """Evaluate `version`, the one after `step`, and wait for it; raises what kept it from being evaluated."""
         await self._evaluate(step, version)
 
+    async def last(self, step: int, version: int) -> None:
+        """As `now`, after the one that still runs; one that cannot be had is skipped: all training is done by then."""
+        await self.finish()
+        await self._try(step, version)
+
     async def in_background(self, step: int, version: int) -> None:
         """Start evaluating `version`, the one after `step`. At once, unless `wait` and the last one still runs."""
         if self._running is not None and not self._running.done():

@@ -11,7 +11,7 @@ import time
 
 from miles_disagg.cluster.calls import ActorLost, call
 from miles_disagg.cluster.fleet import Fleet, Member
-from miles_disagg.domain.errors import EngineError, MilesDisaggError
+from miles_disagg.domain.errors import EngineError, EngineUnavailable, MilesDisaggError
 from miles_disagg.observe.events import Event
 
 _ANSWER_SECONDS = 10.0
@@ -28,7 +28,7 @@ class EvaluationReplicas:
         """Have them serve exactly `version` from now on; the seconds that took.
 
         One that fails is named and left out, since requests for a version go to who serves it; if all do, the first
-        one's error is raised.
+        one's error is raised. One that was given up is not waited for.
         """
         begun = time.monotonic()
         members = self.fleet.members
@@ -44,6 +44,8 @@ class EvaluationReplicas:
         what = f"{member.spec.replica_id}: serve version {version} for an evaluation"
         deadline = time.monotonic() + self._timeout
         while True:
+            if member.given_up:
+                return EngineUnavailable(member.given_up)
             left = max(0.0, deadline - time.monotonic())
             try:
                 await call(member.actor.pin.remote(version, left), what, left + _ANSWER_SECONDS)

@@ -1,8 +1,8 @@
 """The rollout side of a training job as one object: gateway, one actor per engine, their supervision and their end.
 
-Managed engines get a placement group each; attached ones none. A dead engine actor is replaced; under broadcast, an
-engine that is not at the newest version is sent it again. An attached engine that does not answer, or a managed one
-that was given up, is not waited for; it counts again once it serves a version.
+Managed engines get a placement group each; attached ones none. A gateway or engine actor that died or hangs is
+replaced; under broadcast, an engine that is not at the newest version is sent it again. An attached engine that does
+not answer is not waited for until it serves a version again, one that was given up never.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
+import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles_disagg.cluster.calls import ActorLost, call
+from miles_disagg.cluster.calls import ActorLost, Lifeline, Pulse, call
 from miles_disagg.cluster.connect import incarnation, reserve
+from miles_disagg.cluster.gateway import KeptGateway
 from miles_disagg.config.placement import GroupPlan
 from miles_disagg.domain.errors import DeadlineExceeded, EngineUnavailable, MilesDisaggError
 from miles_disagg.domain.versions import VersionRef
@@ -32,11 +34,13 @@ from miles_disagg.store.actor import RemoteLedger
 
 log = logging.getLogger(__name__)
 _CONTROL_SECONDS = 30.0
+_FAILED = (MilesDisaggError, ray.exceptions.RayError)  # what an actor raised, ours or not
 
 
 @dataclass
 class Member:
-    """One engine of the fleet. `actor` is None while it is being replaced; `nodes`: those of further nodes."""
+    """One engine of the fleet. `actor` is None before the start; `nodes`: those of further nodes. given_up: why no
+    actor or process of it is started any more."""
 
     spec: HostSpec
     staging: StagingSpec | None
@@ -49,6 +53,11 @@ class Member:
     failures: int = 0
     lost: bool = False
     failure: str | None = None
+    given_up: str | None = None
+    pulse: Pulse = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pulse = Pulse(self.spec.replica_id, seconds=_CONTROL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -64,21 +73,28 @@ class FleetTimeouts:
 @dataclass
 class Fleet:
     """Engines in the order of their names. `repair` re-sends the newest version to a target (broadcast only).
-    counted: their acknowledgements are waited for after a publication (False: they only evaluate)."""
+    counted: their acknowledgements are waited for after a publication (False: they only evaluate). lifeline: cut when
+    the gateway or all engines are lost for good (None: the run goes on without them)."""
 
     members: list[Member]
-    gateway: Any
-    gateway_url: str
+    gateway: KeptGateway
     ledger: RemoteLedger
     timeouts: FleetTimeouts
     say: Callable[[str], None]
     repair: Callable[[Member, VersionRef], Awaitable[None]] | None = None
     counted: bool = True
-    _watch: asyncio.Task[None] | None = field(default=None, repr=False)
+    lifeline: Lifeline | None = None
+    _watches: list[asyncio.Task[None]] = field(default_factory=list, repr=False)
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+
+    @property
+    def gateway_url(self) -> str:
+        """Where samples are asked for."""
+        return self.gateway.url
 
     async def start(self) -> None:
         """Place and start every engine, at once; the first failure is raised with the engine's last log lines."""
+        self._watches.append(asyncio.create_task(self.gateway.keep(self.lifeline), name="look after the gateway"))
         for member in self.members:
             await self._book("register", member)
             if member.plan is not None:
@@ -87,7 +103,7 @@ class Fleet:
                     reserve, member.plan.name, bundles, member.plan.strategy, self.timeouts.placement
                 )
         await asyncio.gather(*(self._start(member) for member in self.members))
-        self._watch = asyncio.create_task(self._supervise(), name="supervise engines")
+        self._watches.append(asyncio.create_task(self._supervise(), name="supervise engines"))
 
     async def _start(self, member: Member) -> None:
         engine, node = cast(Any, RolloutEngine), cast(Any, EngineNode)
@@ -125,36 +141,55 @@ class Fleet:
         """Replace engine actors that died; bring stragglers up to date under broadcast."""
         while True:
             await asyncio.sleep(1.0)
-            for member in self.members:
+            for member in (m for m in self.members if not m.given_up):
                 try:
                     await self._look_after(member)
-                except MilesDisaggError as error:
+                except _FAILED as error:
                     log.warning("%s: %s", member.spec.replica_id, error)
+            if self.lifeline is not None and self.members and all(m.given_up for m in self.members):
+                why = "; ".join(f"{m.spec.replica_id}: {m.given_up}" for m in self.members)
+                self.lifeline.cut(EngineUnavailable(f"no engine is left: {why}"))
+                return
 
     async def _look_after(self, member: Member) -> None:
         name = member.spec.replica_id
         try:
-            status = await call(member.actor.status.remote(), f"{name}: status", _CONTROL_SECONDS)
+            status = await member.pulse.ask(member.actor.status.remote(), "status")
             if status["node_lost"]:
                 raise ActorLost(name, status["node_lost"])
         except ActorLost as error:
-            member.failures += 1
-            if member.failures > member.spec.restart_limit:
-                return
-            self.say(f"{name} died ({error}); starting a new one")
-            await self._end_actors(member)
-            await self._start(member)
+            await self._replace(member, error)
             return
-        await self._count(member, status)
         if status["failure"] and status["failure"] != member.failure:
             member.failure = status["failure"]
             self.say(f"{name} is out: {member.failure}")
+            if member.spec.command is not None:  # somebody else's may come back
+                member.given_up = member.failure
+        await self._count(member, status)
         busy = status["state"] == "activating" or self._updating.locked()
         if self.repair is None or busy or not status["process_up"]:
             return
         latest = await self.ledger.latest()
         if latest is not None and status["applied"] != latest.version:
             await self.repair(member, latest)
+
+    async def _replace(self, member: Member, error: ActorLost) -> None:
+        """A new actor for one that died; one that does not start is taken for dead, and replaced at the next look."""
+        name, limit = member.spec.replica_id, member.spec.restart_limit
+        member.failures += 1
+        await self._end_actors(member)
+        if member.failures > limit:
+            member.given_up, member.lost = f"given up after {limit} replacements of its actor: {error}", True
+            await self._book("forget", member)
+            self.say(f"{name} is out: {member.given_up}")
+            return
+        self.say(f"{name} died ({error}); starting a new one")
+        member.pulse = Pulse(name, seconds=_CONTROL_SECONDS)
+        try:
+            await self._start(member)
+        except _FAILED as failed:
+            self.say(f"{name} could not be started again yet: {failed}")
+            await self._end_actors(member)
 
     async def _count(self, member: Member, status: dict[str, Any]) -> None:
         """Stop or start waiting for an engine that is not ours to restart, or not any more."""
@@ -276,13 +311,11 @@ class Fleet:
 
     async def stop(self) -> None:
         """End engines, then the gateway; give the placement groups back."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         await asyncio.gather(*(self._stop(member) for member in self.members))
-        with contextlib.suppress(MilesDisaggError):
-            await call(self.gateway.stop.remote(), "gateway: stop", self.timeouts.shutdown)
-        ray.kill(self.gateway)
+        await self.gateway.stop(self.timeouts.shutdown)
 
     async def _end_actors(self, member: Member) -> None:
         """Those of its actors that are left, and what they run."""

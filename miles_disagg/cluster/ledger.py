@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from miles_disagg.cluster.calls import ActorLost, call
+from miles_disagg.cluster.calls import ActorLost, Lifeline, call
 from miles_disagg.domain.errors import DeadlineExceeded, MilesDisaggError, NotClaimed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.store.actor import RemoteLedger
@@ -47,7 +47,8 @@ class KeptLedger(RemoteLedger):
         self, base_digest: str, *, boot_version: int = 0, owner: str | None = None, ttl: float = DEFAULT_TTL
     ) -> Claim | None:
         self._base_digest, self._ttl = base_digest, ttl
-        self._claim = await super().claim(base_digest, boot_version=boot_version, owner=owner, ttl=ttl)
+        claimed = self.actor.claim.remote(base_digest, boot_version, owner, ttl)
+        self._claim = await call(claimed, "version store: claim the run", self._timeout)
         self._latest = await self.latest()
         return self._claim
 
@@ -75,8 +76,9 @@ class KeptLedger(RemoteLedger):
 
     # --- bringing it back ---------------------------------------------------------------------------
 
-    async def keep(self) -> None:
-        """Look after the actor until cancelled, or until it cannot be brought back: the next write says why."""
+    async def keep(self, lifeline: Lifeline | None = None) -> None:
+        """Look after the actor until cancelled, or until it cannot be brought back: `lifeline` is cut then, and every
+        write says why."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
@@ -85,6 +87,8 @@ class KeptLedger(RemoteLedger):
                 self._say(f"{error}")
             except MilesDisaggError as error:
                 self._say(f"[bold red]the version store is lost[/bold red]: {error}")
+                if lifeline is not None:
+                    lifeline.cut(error)
                 return
 
     async def _write(self, method: str, *args: Any, **kwargs: Any) -> Any:

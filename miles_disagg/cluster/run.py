@@ -16,6 +16,7 @@ from typing import Any
 
 from miles_disagg.buffer.base import Batch
 from miles_disagg.cluster import checkpoints
+from miles_disagg.cluster.calls import Lifeline
 from miles_disagg.cluster.endpoint import ServiceFleet
 from miles_disagg.cluster.evaluation import Evaluations
 from miles_disagg.cluster.evaluation_replicas import EvaluationReplicas
@@ -55,9 +56,10 @@ class Run:
         identity: Mapping[str, Any],
         continued: Continuation | None = None,
         evaluators: EvaluationReplicas | None = None,
+        lifeline: Lifeline,
     ):
         self.config, self.trainer, self.fleet, self.producer = config, trainer, fleet, producer
-        self.publications, self.timeline = publications, timeline
+        self.publications, self.timeline, self._lifeline = publications, timeline, lifeline
         self._trackers, self._console, self._events, self._run_dir = trackers, console, events, run_dir
         self._samples = SampleLog(run_dir / "samples")
         self._begun = self._step_began = time.monotonic()
@@ -164,10 +166,11 @@ class Run:
         try:
             with self.timeline.span("wait_for_rollout", self.version):
                 if self.synchronous:
-                    await self.publications.settle()
+                    await self._lifeline.hold(self.publications.settle())
                 method = "produce_and_take" if self.synchronous else "next_batch"
                 what, patience = f"groups for step {step}", wait * (2 if self.synchronous else 1) + 10
-                batch: Batch = await self._ask_producer(method, what, self.version, wait, timeout=patience)
+                asked = self._ask_producer(method, what, self.version, wait, timeout=patience)
+                batch: Batch = await self._lifeline.hold(asked)
         finally:
             self._waiting = False
         self._lags.extend(batch.lags)
@@ -198,7 +201,7 @@ class Run:
 
     async def settle(self) -> None:
         """Wait until the newest version is served and the last checkpoint is complete."""
-        await self.publications.settle()
+        await self._lifeline.hold(self.publications.settle())
         await self._saver.settle()
 
     # --- evaluation, checkpoints ----------------------------------------------------------------
@@ -219,10 +222,9 @@ class Run:
         await self._evaluations.in_background(step, self.version)
 
     async def evaluate_final(self) -> None:
-        """Accuracy of the last version."""
-        await self._evaluations.finish()
+        """Accuracy of the last version; skipped with its reason where it cannot be had."""
         if self.config.evaluation.eval_interval:
-            await self._evaluations.now(self.steps_done, self.version)
+            await self._evaluations.last(self.steps_done, self.version)
             self._trackers.log(self.steps_done, self.version, self._take_pending())
 
     async def _evaluate(self, constraint: Constraint) -> dict[str, float]:
@@ -234,7 +236,8 @@ class Run:
             if self.evaluators is not None and constraint.exact_version is not None:
                 pinned["eval/pin_seconds"] = await self.evaluators.pin(constraint.exact_version)
             what = f"evaluate {constraint}"
-            metrics = await self._ask_producer("evaluate", what, constraint, timeout, timeout=timeout + 10)
+            asked = self._ask_producer("evaluate", what, constraint, timeout, timeout=timeout + 10)
+            metrics = await self._lifeline.hold(asked)
             return {**metrics, **pinned}
 
     @property
@@ -319,6 +322,7 @@ class Run:
             run_dir=self._run_dir,
             lag_mean=fmean(self._lags) if self._lags else None,
             pause_ms=median(self.publications.pauses) * 1000 if self.publications.pauses else None,
+            evaluations_skipped=self._evaluations.skipped,
         )
 
 

@@ -20,11 +20,12 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from miles_disagg.cluster.autoscale import Autoscaler, ScalePolicy
-from miles_disagg.cluster.calls import ActorLost, call
+from miles_disagg.cluster.calls import ActorLost, Pulse, call
 from miles_disagg.cluster.connect import cluster, reserve
+from miles_disagg.cluster.gateway import KeptGateway, Listening
 from miles_disagg.config.secrets import read_token
 from miles_disagg.config.service import ServiceConfig, check_service, parse_service
-from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, MilesDisaggError
+from miles_disagg.domain.errors import ConfigError, MilesDisaggError
 from miles_disagg.gateway.actor import GatewayActor
 from miles_disagg.gateway.app import GatewaySettings
 from miles_disagg.gateway.canary import canary_of
@@ -38,17 +39,13 @@ from miles_disagg.rollout.replica_actor import ServiceReplica
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _CALL_SECONDS = 30.0
-_STATUS_SECONDS = 10.0
-_MISSED = 3  # answers that an actor may owe in a row before it is taken for hung
 
 
 @dataclass(eq=False)
 class Watched:
-    """An actor that is asked how it is, again and again: `missed` answers in a row, `look` under way."""
+    """An actor that is asked how it is, again and again: `look` under way."""
 
     name: str
-    actor: Any = None
-    missed: int = 0
     look: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -57,16 +54,20 @@ class Member(Watched):
     """A replica from its placement to its end. States: placing, starting, running, draining."""
 
     state: str = "placing"
+    actor: Any = None
+    pulse: Pulse = field(init=False, repr=False)
     placement: PlacementGroup | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pulse = Pulse(self.name)
 
 
 @dataclass(eq=False)
 class Gateway(Watched):
     """A gateway; its URL stays when its actor is replaced."""
 
-    number: int = 0
-    url: str = ""
+    kept: KeptGateway = field(kw_only=True)
 
 
 class RolloutService:
@@ -88,28 +89,30 @@ class RolloutService:
     async def start(self) -> list[str]:
         """Start the gateways and the first replicas; returns the gateways' URLs. Replicas come up by themselves."""
         for i in range(self._config.num_gateways):
-            port = self._config.gateway_port + i if self._config.gateway_port else 0
-            gateway = Gateway(f"gateway-{i}", number=i)
-            await self._start_gateway(gateway, port)
-            self._gateways.append(gateway)
+            kept = self._gateway(i)
+            await kept.start()
+            self._gateways.append(Gateway(kept.name, kept=kept))
         self._resize(self._scaler.number)
         return self.urls
 
     @property
     def urls(self) -> list[str]:
         """The gateways' URLs."""
-        return [gateway.url for gateway in self._gateways]
+        return [gateway.kept.url for gateway in self._gateways]
 
-    async def _start_gateway(self, gateway: Gateway, port: int) -> None:
+    def _gateway(self, number: int) -> KeptGateway:
         config, gateway_class = self._config, GatewayActor
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"namespace": self._namespace, "num_cpus": 0, "scheduling_strategy": here}
-        actor: Any = gateway_class.options(**options).remote()  # type: ignore[attr-defined]
+
+        def make() -> Any:
+            return gateway_class.options(**options).remote()  # type: ignore[attr-defined]
+
         canary = canary_of(config.canary_ids, config.canary_interval)
         settings = GatewaySettings(wait=config.version_wait, request=config.request_timeout, canary=canary)
-        start = actor.start.remote(config.gateway_host, port, config.run_id, settings, self._token, self._tls)
-        gateway.url = await call(start, f"{gateway.name}: start", 60.0)
-        gateway.actor, gateway.missed = actor, 0
+        port = config.gateway_port + number if config.gateway_port else 0
+        listening = Listening(config.gateway_host, port, config.run_id, settings, self._token, self._tls)
+        return KeptGateway(f"gateway-{number}", make, listening, log.warning)
 
     # --- members --------------------------------------------------------------------------------
 
@@ -231,21 +234,9 @@ class RolloutService:
             watched.look.result()
         watched.look = asyncio.create_task(look(watched), name=f"look after {watched.name}")
 
-    async def _answer(self, watched: Watched, reference: Any, what: str) -> Any:
-        """The actor's answer. ActorLost also once it owes too many in a row."""
-        try:
-            answer = await call(reference, f"{watched.name}: {what}", _STATUS_SECONDS)
-        except DeadlineExceeded as error:
-            watched.missed += 1
-            if watched.missed < _MISSED:
-                raise
-            raise ActorLost(watched.name, f"it owes {watched.missed} answers in a row: {error}") from None
-        watched.missed = 0
-        return answer
-
     async def _look_after(self, member: Member) -> None:
         try:
-            status = await self._answer(member, member.actor.status.remote(), "status")
+            status = await member.pulse.ask(member.actor.status.remote(), "status")
         except ActorLost as error:
             log.warning("%s died and is replaced: %s", member.name, error)
             await self._bury(member)
@@ -258,14 +249,7 @@ class RolloutService:
 
     async def _look_after_gateway(self, gateway: Gateway) -> None:
         try:
-            await self._answer(gateway, gateway.actor.alive.remote(), "alive")
-        except ActorLost as error:
-            log.warning("%s died and is started again: %s", gateway.name, error)
-            ray.kill(gateway.actor)  # one that hangs still listens
-            try:
-                await self._start_gateway(gateway, int(gateway.url.rpartition(":")[2]))
-            except (MilesDisaggError, OSError) as failed:
-                log.warning("%s could not be started again yet: %s", gateway.name, failed)
+            await gateway.kept.look()
         except MilesDisaggError as error:
             log.warning("%s: %s", gateway.name, error)
 
@@ -291,9 +275,7 @@ class RolloutService:
             look.cancel()
         await asyncio.gather(*tasks, *looks, return_exceptions=True)
         for gateway in self._gateways:
-            with contextlib.suppress(MilesDisaggError):
-                await call(gateway.actor.stop.remote(), f"{gateway.name}: stop", 10.0)
-            ray.kill(gateway.actor)
+            await gateway.kept.stop(10.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,15 +11,19 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles_disagg.cluster.calls import call, call_all
+from miles_disagg.cluster.calls import ActorLost, Lifeline, call, call_all
 from miles_disagg.cluster.connect import incarnation
 from miles_disagg.config.placement import GroupPlan
+from miles_disagg.domain.errors import DeadlineExceeded
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.events import Event
 from miles_disagg.store.lineage import Kind
 from miles_disagg.trainer.actor import PublicationSpec, TrainerActor
 from miles_disagg.trainer.advantages import batch_advantages
 from miles_disagg.trainer.base import AdvantageSpec, RankSpec, TrainerSpec
+
+_LOOK_SECONDS = 2.0
+_ALIVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,18 @@ class TrainerGroup:
     async def load(self, directory: str) -> None:
         """Restore a training checkpoint (all ranks)."""
         await self._each("load", self.step_timeout, f"load {directory}", directory)
+
+    async def keep(self, lifeline: Lifeline) -> None:
+        """Cut the line when a rank dies, also while nothing is asked of the ranks. Until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await self._each("alive", _ALIVE_SECONDS, "be there")
+            except DeadlineExceeded:
+                continue  # in a long step
+            except ActorLost as error:
+                lifeline.cut(error)
+                return
 
     async def events(self) -> list[Event]:
         """Events recorded by all ranks since the last call."""

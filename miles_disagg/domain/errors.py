@@ -150,7 +150,7 @@ class EngineStartError(EngineError):
 
 
 class PortTaken(EngineStartError):
-    """Another process listens on the port that an engine was to have."""
+    """Another process listens on the port that an engine or a gateway was to have."""
 
 
 class EngineMismatch(EngineError):

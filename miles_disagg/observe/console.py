@@ -114,6 +114,7 @@ class Summary:
     reason: str = ""
     lag_mean: float | None = None
     pause_ms: float | None = None
+    evaluations_skipped: int = 0
 
     def to_json(self) -> dict[str, object]:
         """The file's content."""
@@ -139,6 +140,8 @@ class Summary:
             out.append(f"Reason: {self.reason}")
         if self.accuracy_first is not None and self.accuracy_last is not None:
             out.append(f"Held-out accuracy went from {self.accuracy_first:.2f} to {self.accuracy_last:.2f}.")
+        if self.evaluations_skipped:
+            out.append(f"{self.evaluations_skipped} evaluation(s) were skipped: evaluations.jsonl has the reasons.")
         if self.lag_mean is not None:
             pause = (
                 "" if self.pause_ms is None else f", and an update paused an engine for {self.pause_ms:.0f} ms (median)"

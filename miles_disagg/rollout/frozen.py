@@ -22,13 +22,15 @@ _WATCH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class FrozenSpec:
-    """loopback: it listens on 127.0.0.1, else on its node's address. start_timeout: seconds to answer."""
+    """loopback: it listens on 127.0.0.1, else on its node's address. start_timeout: seconds to answer. port: 0 for a
+    free one."""
 
     name: str
     command: EngineCommand
     loopback: bool
     start_timeout: float
     restart_limit: int = 5
+    port: int = 0
 
 
 class FrozenHost:
@@ -36,7 +38,7 @@ class FrozenHost:
 
     def __init__(self, spec: FrozenSpec, host: str):
         self.spec = spec
-        self._processes = EngineProcesses(spec.command, None, spec.start_timeout, host=host)
+        self._processes = EngineProcesses(spec.command, None, spec.start_timeout, host=host, port=spec.port)
         self._watch: asyncio.Task[None] | None = None
         self.restarts = 0
         self.failure: str | None = None

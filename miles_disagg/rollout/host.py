@@ -289,13 +289,18 @@ class EngineHost:
 
     async def pin(self, version: int, seconds: float) -> None:
         """Serve exactly `version`, once it is published, until the next call. WeightVersionGone if the engine is past
-        it, DeadlineExceeded after `seconds`."""
+        it, EngineUnavailable if it was given up, DeadlineExceeded after `seconds`."""
         replica, reconciler = self._running(), self._reconciler
         if reconciler is None:
             raise EngineError(f"{self.spec.replica_id} reads no versions from a store")
         ref, deadline = reconciler.hold(version, math.inf), time.monotonic() + seconds
-        while replica.applied != ref:
-            if not await replica.gate.wait_changed(deadline - time.monotonic()):
+        while True:
+            if self.failure is not None:
+                raise EngineUnavailable(self.failure)
+            if replica.applied == ref:
+                return
+            left = deadline - time.monotonic()
+            if not await replica.gate.wait_changed(min(1.0, left)) and left <= 1.0:
                 why = reconciler.last_error or f"newest published version {replica.gate.latest}, {replica.gate.reason}"
                 raise DeadlineExceeded(f"{self.spec.replica_id} to serve {ref}", seconds, why)
 

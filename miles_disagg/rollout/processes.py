@@ -121,7 +121,7 @@ class NodeServer:
 
 class EngineProcesses:
     """See the module. version: what the first one is stamped with (None: of no run). nodes: those beside this one;
-    address: where they reach this one; host: where a single one listens."""
+    address: where they reach this one; host, port: where a single one listens (0: on a free one)."""
 
     def __init__(
         self,
@@ -132,15 +132,16 @@ class EngineProcesses:
         address: str = "127.0.0.1",
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
     ):
         self._command, self._version, self._timeout = command, version, start_timeout
         self._nodes, self._address, self._host = nodes, address, host
-        self._port = 0
+        self._port = port
         self._process: launch.EngineProcess | None = None
 
     async def start(self) -> str:
-        """Start on a free port (the same one at a restart) and wait until it answers; its URL. Where somebody else was
-        faster at a port, others are tried.
+        """Start on its port or a free one (the same one at a restart) and wait until it answers; its URL. Where somebody
+        else was faster at a free one, others are tried.
 
         EngineStartError or DeadlineExceeded carry the last lines of the process that failed; nothing is left running.
         """

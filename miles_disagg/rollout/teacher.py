@@ -21,6 +21,7 @@ from miles_disagg.domain.samples import Prompt, Sample
 from miles_disagg.domain.versions import Constraint
 from miles_disagg.rollout.base import GenerationClient, SamplingOptions
 
+_PAUSE = 0.5  # seconds before one whose connection is lost is asked again
 _PROBES = 256  # tokens of the vocabulary, evenly spread, that a teacher must tokenize as the policy does
 
 
@@ -91,13 +92,14 @@ class Teachers:
     async def logprobs(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[float, ...]:
         """Natural log-probability of each of `tokens` after the prompt and those before it, at temperature 1.
 
-        SampleRejected (the role) for one that does not answer so, or that nobody gave.
+        SampleRejected (the role) for one that does not answer so, or that nobody gave. One whose connection is lost
+        is asked again until the timeout: it may be on its way back.
         """
         if not tokens:
             return ()
         url, role = self._url(prompt), self._spec.role
         sent = [*prompt.tokens, *tokens]
-        pairs = await self._ask(url, {"input_ids": sent})
+        pairs = await self._ask(url, {"input_ids": sent}, patient=True)
         if _differ_at(sent, [token for _, token in pairs]) is not None:
             raise SampleRejected(role, f"{url} scored other tokens than it was given")
         out = tuple(logprob for logprob, _ in pairs[len(prompt.tokens) :])
@@ -114,34 +116,47 @@ class Teachers:
             raise SampleRejected("teacher", f"prompt {prompt.key} wants teacher {name!r}, and there is no `default`")
         return url
 
-    async def _ask(self, url: str, given: Mapping[str, Any]) -> list[tuple[float | None, int]]:
-        """(logprob, id) of every token that was sent; the first has no logprob."""
+    async def _ask(
+        self, url: str, given: Mapping[str, Any], *, patient: bool = False
+    ) -> list[tuple[float | None, int]]:
+        """(logprob, id) of every token that was sent; the first has no logprob. patient: wait for one that is gone."""
         body = {
             **given,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        role = self._spec.role
+        role, last = self._spec.role, ""
         try:
             async with asyncio.timeout(self._spec.timeout):
-                async with self._session.post(f"{url}/generate", json=body) as response:
-                    if response.status != 200:
-                        detail = (await response.text())[:200]
-                        raise SampleRejected(role, f"{url} answered {response.status}: {detail}")
-                    answer = await response.json()
+                while True:
+                    try:
+                        answer = await self._post(url, body)
+                        break
+                    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                        if not patient:
+                            raise
+                        last = f"; last: {type(error).__name__}: {error}"
+                    await asyncio.sleep(_PAUSE)
         except TimeoutError:
             waited = self._spec.timeout
             flag = self._spec.timeout_flag
-            raise SampleRejected(role, f"{url} gave no answer within {waited:g} s ({flag})") from None
+            raise SampleRejected(role, f"{url} gave no answer within {waited:g} s ({flag}){last}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise SampleRejected(role, f"{url}: {type(error).__name__}: {error}") from error
         try:
             return [(entry[0], int(entry[1])) for entry in answer["meta_info"]["input_token_logprobs"]]
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise SampleRejected(role, f"{url}: no meta_info.input_token_logprobs in its answer") from error
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        async with self._session.post(f"{url}/generate", json=body) as response:
+            if response.status != 200:
+                detail = (await response.text())[:200]
+                raise SampleRejected(self._spec.role, f"{url} answered {response.status}: {detail}")
+            return await response.json()
 
 
 def _differ_at(sent: Sequence[int], scored: Sequence[int]) -> int | None:

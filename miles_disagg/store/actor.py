@@ -107,6 +107,9 @@ class RemoteLedger:
     ) -> Claim | None:
         return await self.actor.claim.remote(base_digest, boot_version, owner, ttl)
 
+    async def announce(self) -> None:
+        await self._write("announce")
+
     async def release(self) -> None:
         await self._write("release")
 

@@ -38,7 +38,8 @@ class VersionLedger:
     """All versions of one run. store: None for versions without files.
 
     share: part of the known replicas that must acknowledge a version for it to count as converged, in (0, 1].
-    pre_read: called before the sources' files are verified; post_write: after index and pointer are written.
+    pre_read: called before the sources' files are verified; post_write: after index and pointer are written, at least
+    once a version: again where the process that was to call it may have died before (`announce`, `reopen`).
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class VersionLedger:
         self._pre_read, self._post_write = pre_read, post_write
         self._latest: VersionRef | None = None
         self._open: VersionRef | None = None
+        self._boot: VersionRef | None = None
+        self._unannounced: VersionRef | None = None  # published, and `post_write` may not have been called for it
         self._changed = asyncio.Condition()
         self._replicas: dict[str, VersionRef | None] = {}
         self._activations: dict[int, Activations] = {}
@@ -86,8 +89,15 @@ class VersionLedger:
         else:
             terms = {"boot_version": boot_version, "owner": owner, "ttl": ttl, "epoch": epoch}
             claim = await asyncio.to_thread(store.claim, self._run_id, base_digest, **terms)
+            self._boot = VersionRef(self._run_id, claim.boot_version)
             await self._move(store.published)
         return claim
+
+    async def announce(self) -> None:
+        """After the claim of a run that goes on: call `post_write` for its newest version, which the process before may
+        not have done. The base was not written by the run. PublicationFailed if the hook fails."""
+        if self._boot is not None and self._latest is not None and self._latest != self._boot:
+            await self._hook(self._post_write, POST_WRITE, self._latest)
 
     async def keep_alive(self, ttl: float = DEFAULT_TTL) -> None:
         """Renew the claim until it is released; run it as a task. After a ClaimConflict nothing more is published."""
@@ -130,10 +140,12 @@ class VersionLedger:
     async def reopen(self, ref: VersionRef) -> None:
         """Go on with a publication that was open when the process before this one died; its files stay as they are.
 
-        No-op if `ref` was published all the same. PointerConflict if it is not the next version.
+        If `ref` was published all the same, its `commit` only calls `post_write`. PointerConflict if it is not the next
+        version.
         """
         async with self._changed:
             if ref == self._latest:
+                self._unannounced = ref
                 return
             if self._latest is None or ref != self._latest.next() or self._open not in (None, ref):
                 raise PointerConflict(self._latest, self._open or self._latest, ref, "It was open before.")
@@ -144,6 +156,9 @@ class VersionLedger:
     ) -> None:
         """Publish the open version. Without a store this only moves the pointer. Repeating it is harmless."""
         if ref == self._latest:
+            if ref == self._unannounced:
+                await self._hook(self._post_write, POST_WRITE, ref)
+                self._unannounced = None
             return
         if ref != self._open:
             raise PointerConflict(

@@ -70,6 +70,11 @@ class TrainerActor:
         """Address of this process's host, a free port on it, and the GPUs it was given."""
         return ray.util.get_node_ip_address(), free_port(""), [int(g) for g in ray.get_gpu_ids()]
 
+    @ray.method(concurrency_group="control")
+    def alive(self) -> bool:
+        """True, if anything answers."""
+        return True
+
     def setup(self, spec: TrainerSpec, rank: RankSpec, publication: PublicationSpec, batch_size: int) -> None:
         """Meet the other ranks, load the model, prepare publishing. batch_size: samples per optimizer step."""
         import torch

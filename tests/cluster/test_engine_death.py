@@ -1,4 +1,4 @@
-"""An engine's process, its actor, or the version store's, killed in the middle of a run: training goes on in step."""
+"""An engine's process, its actor, the gateway's or the version store's, killed in a run: training goes on in step."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 from miles_disagg.cluster.assemble import assembled
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.observe.console import RunConsole
-from tests.cluster import processes
+from tests.cluster import processes, test_gateway_death
 from tests.cluster.test_ledger import kill_store
 
 
@@ -49,6 +49,10 @@ async def kill_engine_actor(run) -> None:
     ray.kill(run.fleet.members[0].actor, no_restart=True)
 
 
+async def kill_gateway(run) -> None:
+    test_gateway_death.process().kill()
+
+
 async def kill_version_store(run) -> None:
     kill_store()
 
@@ -57,6 +61,7 @@ async def kill_version_store(run) -> None:
     ("mode", "kill"),
     [
         ("disk-delta", kill_engine_process),
+        pytest.param("disk-delta", kill_gateway, marks=pytest.mark.slow),
         pytest.param("disk-delta", kill_version_store, marks=pytest.mark.slow),
         pytest.param("broadcast", kill_version_store, marks=pytest.mark.slow),
         pytest.param("p2p", kill_version_store, marks=pytest.mark.slow),

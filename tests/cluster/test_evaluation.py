@@ -85,3 +85,19 @@ async def test_a_version_that_is_gone_is_a_skip_and_a_bug_is_an_error(tmp_path):
     assert "WeightVersionGone" in bench.rows("evaluations.jsonl")[0]["reason"]
     with pytest.raises(WeightVersionGone):
         await bench.evaluations.now(9, 10)
+
+
+async def test_the_last_one_is_skipped_with_its_reason_where_it_cannot_be_had(tmp_path):
+    bench = Bench(tmp_path)
+    bench.gone = {20}
+    await bench.evaluations.in_background(9, 10)
+    last = asyncio.create_task(bench.evaluations.last(20, 20))
+    await asyncio.sleep(0.01)
+    assert bench.asked == [10], "after the one that still runs"
+    bench.done(10)
+    await last
+    assert bench.asked == [10, 20]
+    assert bench.evaluations.skipped == 1
+    row = bench.rows("evaluations.jsonl")[-1]
+    assert (row["step"], row["weight_version"], row["status"]) == (20, 20, "skipped")
+    assert row["reason"].startswith("WeightVersionGone")

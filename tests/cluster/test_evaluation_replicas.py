@@ -3,6 +3,7 @@
 import asyncio
 import json
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,8 @@ def member(name: str, *errors: Exception | None) -> Any:
     """An engine whose `pin` ends with one error after another, and well once they are through."""
     left = list(errors)
     pin = SimpleNamespace(remote=lambda version, seconds: Answer(left.pop(0) if left else None))
-    return SimpleNamespace(spec=SimpleNamespace(replica_id=name), actor=SimpleNamespace(pin=pin))
+    spec, actor = SimpleNamespace(replica_id=name), SimpleNamespace(pin=pin)
+    return SimpleNamespace(spec=spec, actor=actor, given_up=None)
 
 
 def replicas(*members: Any, timeout: float = 5.0) -> tuple[EvaluationReplicas, list[str]]:
@@ -60,6 +62,53 @@ async def test_where_none_can_the_evaluation_fails_with_the_reason():
     hopeless, _ = replicas(member("eval-0", *[EngineError("dead")] * 1000), timeout=0.05)
     with pytest.raises(EngineError, match="dead"):
         await hopeless.pin(3)
+
+
+async def test_one_that_was_given_up_is_not_waited_for():
+    lost = member("eval-0", *[EngineError("dead")] * 1000)
+    some, said = replicas(lost, member("eval-1"), timeout=600)
+    lost.given_up = "given up after 5 replacements of its actor"
+    await asyncio.wait_for(some.pin(3), 5)
+    assert "eval-0 does not evaluate version 3: given up after 5 replacements" in said[0]
+
+
+async def train_without_an_evaluator(config) -> None:
+    import ray
+
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
+        assert run.evaluators is not None
+        (judge,) = run.evaluators.fleet.members
+        judge.spec = replace(judge.spec, restart_limit=0)
+        ray.kill(judge.actor)
+        async with asyncio.timeout(60):
+            while judge.given_up is None:
+                await asyncio.sleep(0.1)
+        await run.start_generation()
+        for step in run.steps:
+            batch = await run.next_batch(step)
+            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
+            await run.generation_saw(batch)
+            await run.publish_next_version()
+            await run.report(step, batch, metrics)
+        await run.stop_generation()
+        await run.settle()
+        async with asyncio.timeout(30):
+            await run.evaluate_final()
+        await run.close_books()
+        assert "1 evaluation(s) were skipped" in " ".join(run.summary("completed").sentences())
+
+
+@pytest.mark.slow
+def test_a_run_whose_evaluator_is_lost_for_good_trains_to_its_end_and_says_what_is_missing(local_ray, run_config):
+    config = run_config(
+        "--update-weight-transfer-mode", "disk-delta", "--eval-num-replicas", "1", "--eval-interval", "10",
+        "--skip-eval-before-train",
+    )  # fmt: skip
+    asyncio.run(train_without_an_evaluator(config))
+    (row,) = [json.loads(line) for line in (config.run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert (row["step"], row["weight_version"], row["status"]) == (2, 2, "skipped")
+    assert "given up after 0 replacements" in row["reason"]
 
 
 async def evaluate_beside_training(config) -> None:

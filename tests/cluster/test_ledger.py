@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+import uuid
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from miles_disagg.store.actor import RemoteLedger, VersionStoreActor
 from miles_disagg.store.local import LocalStore
 from miles_disagg.store.publication import Description, Receipt
 from miles_disagg.store.versions import VersionStore
+from tests.fakes import hooks
 
 
 def kill_store() -> None:
@@ -84,6 +86,37 @@ def test_a_killed_store_goes_on_where_it_was_in_the_middle_of_a_publication(stor
         published = VersionStore(LocalStore(tmp_path))
         assert published.versions("run") == [1, 2, 3]
         assert not published.claim_of("run").is_live(time.time())
+
+
+@pytest.mark.slow
+def test_a_store_killed_between_the_pointer_and_the_hook_calls_the_hook_when_it_is_back(local_ray, tmp_path):
+    import ray
+
+    run_id = f"hooked-{uuid.uuid4().hex[:8]}"
+    options = VersionStoreActor.options(max_restarts=3)
+    actor = options.remote(run_id, str(tmp_path), 1.0, "tests.fakes.hooks.hangs_once")
+    ledger, notes = KeptLedger(actor, lambda _: None, timeout=60.0), hooks.notes(run_id)
+
+    async def go() -> None:
+        await ledger.claim("digest")
+        for version in (1, 2, 3):
+            ref = await ledger.begin()
+            committing = asyncio.create_task(ledger.commit(ref, *publication(version)))
+            if version == 2:
+                while "wrote 2" not in notes.read_text():
+                    await asyncio.sleep(0.05)
+                assert VersionStore(LocalStore(tmp_path)).latest() == ref, "the pointer has moved"
+                kill_store()
+            await committing
+        await ledger.release()
+
+    try:
+        asyncio.run(asyncio.wait_for(go(), 120))
+        assert notes.read_text().splitlines() == ["wrote 1", "wrote 2", "wrote 2", "wrote 3"]
+    finally:
+        notes.unlink(missing_ok=True)
+        ray.kill(actor)
+    assert ledger.deaths == 1
 
 
 def test_a_killed_store_does_not_take_back_a_run_that_was_resumed_elsewhere(store, tmp_path):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from miles_disagg.cluster.assemble import assembled
@@ -140,11 +141,15 @@ async def test_a_frozen_engine_that_dies_is_there_again_under_its_address(judge_
     assert processes.with_text(f"--port\0{port}", "cmdline") == []
 
 
-async def trained_against_a_reference(config, run_of: dict) -> None:
+async def trained_against_a_reference(config, run_of: dict, kill_at: int | None = None) -> None:
     config.run_dir.mkdir(parents=True)
     async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
         await run.start_generation()
         for step in run.steps:
+            if step == kill_at:
+                below = psutil.Process().children(recursive=True)
+                for actor in [p for p in below if "ray::FrozenEngine" in " ".join(p.cmdline())]:
+                    actor.kill()
             batch = await run.next_batch(step)
             samples = [s for group in batch.groups for s in group.samples]
             assert all(s.reference_logprobs is not None and len(s.reference_logprobs) == len(s.tokens) for s in samples)
@@ -155,6 +160,7 @@ async def trained_against_a_reference(config, run_of: dict) -> None:
             await run.settle()
             await run.report(step, batch, metrics)
         await run.close_books()
+        run_of["ledger"] = run.ledger
 
 
 def with_a_reference(tmp_path: Path, checkpoint: Path) -> tuple[str, ...]:
@@ -174,6 +180,19 @@ def test_a_frozen_model_is_the_reference_of_the_kl_term(local_ray, run_config, t
     asyncio.run(trained_against_a_reference(run_config(*with_a_reference(tmp_path, tiny_checkpoint)), seen))
     assert seen["kl"][0] == pytest.approx(0.0, abs=1e-4), "the first policy is the reference"
     assert seen["kl"][1] > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_frozen_engines_whose_actors_die_are_there_again_and_no_prompt_is_given_up(
+    local_ray, run_config, tmp_path, tiny_checkpoint, capsys
+):
+    seen: dict = {}
+    config = run_config(*with_a_reference(tmp_path, tiny_checkpoint), "--num-rollout", "4")
+    asyncio.run(trained_against_a_reference(config, seen, kill_at=1))
+    assert len(seen["kl"]) == 4
+    assert seen["ledger"]["given_up"] == {}
+    assert capsys.readouterr().out.count("starting a new one at http") >= 2, "once more if a port was not free yet"
 
 
 @pytest.mark.slow

@@ -64,6 +64,10 @@ class Run:
             raise AssertionError(f"still running after {timeout} s:\n{self.log.read_text()}") from None
 
     @property
+    def rows(self) -> list[str]:
+        return (self.run_dir / "metrics.jsonl").read_text().splitlines()
+
+    @property
     def summary(self) -> dict:
         return json.loads((self.run_dir / "summary.json").read_text())
 

@@ -1,6 +1,7 @@
 """Hooks for mounts that note when they were called, for runs in other processes."""
 
 import tempfile
+import time
 from pathlib import Path
 
 from miles_disagg.domain.versions import VersionRef
@@ -24,6 +25,14 @@ def post_write(ref: VersionRef) -> None:
 def pre_read(ref: VersionRef) -> None:
     """--custom-update-weight-pre-read-path."""
     _note("reads", ref)
+
+
+def hangs_once(ref: VersionRef) -> None:
+    """A mount that never comes back from its first push of version 2."""
+    before = notes(ref.run_id).read_text().splitlines() if notes(ref.run_id).exists() else []
+    _note("wrote", ref)
+    if ref.version == 2 and "wrote 2" not in before:
+        time.sleep(3600)
 
 
 def broken(ref: VersionRef) -> None:

@@ -66,6 +66,7 @@ LEDGER = {"generated": 10, "trained": 8, "queued": 1, "dropped": {"stale": 1}, "
 def test_the_summary_says_what_happened_and_where_to_look(tmp_path):
     summary = Summary("completed", 5, 30.0, 5, 0.3, 0.9, LEDGER, tmp_path)
     text = " ".join(summary.sentences())
+    assert "skipped" not in text
     assert "from 0.30 to 0.90" in text
     assert str(tmp_path) in text
     assert "generated 10 = trained 8 + queued 1 + dropped 1 (stale 1) + in flight 0" in text

@@ -12,6 +12,7 @@ import pytest
 import torch
 from aiohttp import ClientSession, web
 
+from miles_disagg.config.machine import free_port
 from miles_disagg.domain.errors import SampleRejected
 from miles_disagg.domain.samples import Prompt
 from miles_disagg.domain.versions import ANY_VERSION
@@ -99,10 +100,10 @@ def test_the_teachers_advantage_is_the_reverse_kl_token_by_token():
 
 
 async def test_prompts_go_to_the_teacher_that_they_name(url: str):
-    nowhere = "http://127.0.0.1:9"
-    async with teachers(nowhere, sums=url) as asked:
+    nowhere = TeacherSpec({"default": "http://127.0.0.1:9", "sums": url}, "opd_teacher", 2.0)
+    async with Teachers(nowhere) as asked:
         assert len(await asked.logprobs(PROMPT, [7])) == 1
-        with pytest.raises(SampleRejected, match="127.0.0.1:9"):
+        with pytest.raises(SampleRejected, match=r"127.0.0.1:9 gave no answer within 2 s .*last: ClientConnector"):
             await asked.logprobs(Prompt(1, 0, "", (3,), None), [7])
     async with teachers(maths=url) as asked:
         with pytest.raises(SampleRejected, match="wants teacher 'sums', and there is no `default`"):
@@ -134,6 +135,27 @@ async def test_a_teacher_with_another_vocabulary_or_none_there_is_refused(url: s
     async with teachers("http://127.0.0.1:9") as asked:
         (problem,) = await asked.check(ours)
     assert "--opd-teacher-urls http://127.0.0.1:9: " in problem
+
+
+async def test_a_teacher_that_is_started_again_meanwhile_is_waited_for():
+    port = free_port()
+
+    async def generate(request: web.Request) -> web.Response:
+        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 3, None], [-1.0, 7, None]]}})
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    async with teachers(f"http://127.0.0.1:{port}") as asked:
+        waiting = asyncio.create_task(asked.logprobs(Prompt(1, 0, "", (3,), None), [7]))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        try:
+            assert await asyncio.wait_for(waiting, 20) == (-1.0,)
+        finally:
+            await runner.cleanup()
 
 
 @pytest.mark.parametrize(

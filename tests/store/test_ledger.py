@@ -175,6 +175,47 @@ async def test_a_publication_that_was_open_when_its_ledger_was_lost_is_finished_
         await third.claim("digest", owner=claim.owner, epoch=claim.epoch)
 
 
+async def test_the_post_write_hook_is_called_again_where_it_may_not_have_been(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        """The end of the process: nothing after the pointer's move is done."""
+
+    called: list[int] = []
+
+    def ledger_of(died: bool = False) -> VersionLedger:
+        def hook(new: VersionRef) -> None:
+            if died:
+                raise Killed
+            called.append(new.version)
+
+        return VersionLedger("run", VersionStore(LocalStore(tmp_path)), post_write=hook)
+
+    first = ledger_of()
+    claim = await first.claim("digest")
+    assert claim is not None
+    await first.announce()
+    assert called == [], "the base was not written by the run"
+    await publish(first)
+    dying = ledger_of(died=True)
+    await dying.claim("digest", owner=claim.owner)
+    opened = await dying.begin()
+    with pytest.raises(Killed):
+        await dying.commit(opened, Description("xor", 1), [Receipt(None)])
+    assert called == [1]
+
+    restarted = ledger_of()  # the store's process: its driver knows what was open
+    await restarted.claim("digest", owner=claim.owner)
+    await restarted.reopen(opened)
+    for _ in range(2):
+        await restarted.commit(opened, Description("xor", 1), [Receipt(None)])
+    assert called == [1, 2]
+    resumed = ledger_of()  # a continued run: nobody knows
+    await resumed.claim("digest", owner=claim.owner)
+    await resumed.announce()
+    assert called == [1, 2, 2]
+    assert await publish(resumed) == ref(3)
+    assert called == [1, 2, 2, 3]
+
+
 async def test_full_versions_that_all_replicas_acknowledged_are_removed_unless_files_are_kept(tmp_path: Path) -> None:
     store = VersionStore(LocalStore(tmp_path))
     ledger = VersionLedger("run", store)
