@@ -35,8 +35,11 @@ async def call(reference: Any, what: str, timeout: float) -> Any:
     """
     future = asyncio.wrap_future(reference.future())
     try:
-        return await asyncio.wait_for(future, timeout)
+        async with asyncio.timeout(timeout) as scope:  # wait_for may lose a cancellation that meets the answer
+            return await future
     except TimeoutError:
+        if not scope.expired():
+            raise
         raise DeadlineExceeded(what, timeout, "the actor did not answer") from None
     except ray.exceptions.RayTaskError as error:
         cause = error.cause

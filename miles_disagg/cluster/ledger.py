@@ -40,6 +40,7 @@ class KeptLedger(RemoteLedger):
         self._restoring = asyncio.Lock()
         self.served: Callable[[], Awaitable[Mapping[str, int | None]]] | None = None
         self.deaths = 0
+        self._released = False
 
     # --- what has to be remembered ------------------------------------------------------------------
 
@@ -65,6 +66,12 @@ class KeptLedger(RemoteLedger):
     async def abort(self, ref: VersionRef) -> None:
         await super().abort(ref)
         self._open = None
+
+    async def release(self) -> None:
+        try:
+            await super().release()
+        finally:
+            self._released = True
 
     async def register(self, replica_id: str) -> None:
         self._replicas.add(replica_id)
@@ -109,6 +116,8 @@ class KeptLedger(RemoteLedger):
     async def _restore(self) -> None:
         """See that the actor lives and has its claim. ActorLost if Ray gave it up; ClaimConflict if the run was resumed
         elsewhere."""
+        if self._released:
+            raise ActorLost("version store", "the run has released it")
         async with self._restoring:
             while not await self._answers():
                 try:

@@ -203,7 +203,8 @@ class Publications:
         self._fleet, self._timeline, self._on_published, self._timeout = fleet, timeline, on_published, timeout
         self._staged = asyncio.Lock()  # held from copy-out to delivery
         self._task: asyncio.Task[None] | None = None
-        self._converging: asyncio.Task[None] | None = None
+        self._converging: asyncio.Task[None] | None = None  # on the newest version
+        self._behind: set[asyncio.Task[None]] = set()  # on any
         self._finished: dict[str, float] = {}
 
     async def begin(self) -> dict[str, float]:
@@ -240,6 +241,8 @@ class Publications:
         self._finished.update(metrics)
         await self._on_published(ref.version)
         self._converging = asyncio.create_task(self._converge(ref), name=f"converge on {ref}")
+        self._behind.add(self._converging)
+        self._converging.add_done_callback(self._behind.discard)
 
     async def _converge(self, ref: VersionRef) -> None:
         """Wait until the fleet serves `ref` or something newer. Behind the training step: it delays nobody."""
@@ -285,7 +288,7 @@ class Publications:
 
     async def cancel(self) -> None:
         """Give up on what is under way (the run is stopping)."""
-        tasks = [task for task in (self._task, self._converging) if task is not None]
+        tasks = [*self._behind, *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

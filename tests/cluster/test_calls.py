@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from miles_disagg.cluster.calls import ActorLost, Lifeline, Pulse
+from miles_disagg.cluster.calls import ActorLost, Lifeline, Pulse, call
 from miles_disagg.cluster.fleet import Fleet, FleetTimeouts, Member
 from miles_disagg.cluster.trainer_group import TrainerGroup
 from miles_disagg.domain.errors import DeadlineExceeded, EngineStartError, EngineUnavailable
@@ -51,6 +51,17 @@ async def test_who_waits_hears_at_once_that_a_part_is_lost_for_good() -> None:
     assert ended == ["cancelled"]
     with pytest.raises(EngineUnavailable, match="no engine is left"):  # and whoever asks later
         await asyncio.wait_for(lifeline.hold(forever()), 5)
+
+
+async def test_a_cancellation_that_meets_the_answer_is_not_lost() -> None:
+    reference = Reference(silent=True)
+    asking = asyncio.create_task(call(reference, "engine-0: status", 30.0))
+    await asyncio.sleep(0)
+    reference.future().set_result("answer")
+    await asyncio.sleep(0)  # it is there, and the task has not seen it
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_an_actor_that_owes_too_many_answers_in_a_row_is_lost_and_a_slow_one_is_not() -> None:
