@@ -33,9 +33,9 @@ async def call(reference: Any, what: str, timeout: float) -> Any:
     what: "actor name: action", for messages. Raises DeadlineExceeded after `timeout` seconds, ActorLost when the actor
     is dead, and the actor's own exception (not Ray's wrapper) when the call raised one of ours.
     """
-    future = asyncio.wrap_future(reference.future())
+    future, scope = asyncio.wrap_future(reference.future()), asyncio.timeout(timeout)
     try:
-        async with asyncio.timeout(timeout) as scope:  # wait_for may lose a cancellation that meets the answer
+        async with scope:  # wait_for may lose a cancellation that meets the answer
             return await future
     except TimeoutError:
         if not scope.expired():
