@@ -140,8 +140,8 @@ class EngineProcesses:
         self._process: launch.EngineProcess | None = None
 
     async def start(self) -> str:
-        """Start on its port or a free one (the same one at a restart) and wait until it answers; its URL. Where somebody
-        else was faster at a free one, others are tried.
+        """Start on its port or a free one (the same one at a restart) and wait until it answers; its URL. Where
+        somebody else was faster at a free one, others are tried.
 
         EngineStartError or DeadlineExceeded carry the last lines of the process that failed; nothing is left running.
         """
