@@ -112,7 +112,7 @@ def test_engines_behind_a_router_are_updated_together_and_one_may_die(
     assert {row["fleet/replicas_ready"] for row in rows if "fleet/replicas_ready" in row} == {1}
 
 
-@pytest.mark.parametrize("mode", ["disk-delta", "broadcast"])
+@pytest.mark.parametrize("mode", ["disk-delta", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_a_prefill_decode_group_that_passes_kv_caches_on_is_updated_as_one_engine(
     local_ray, run_config, tiny_checkpoint, tmp_path, mode
 ):

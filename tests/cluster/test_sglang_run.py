@@ -36,7 +36,13 @@ async def train(config) -> list:
 
 @pytest.mark.parametrize(
     ("layout", "staging"),
-    [("tp1", "always"), ("tp2", "always"), ("tp2", "never"), ("pp2", "always"), ("pp2", "never")],
+    [
+        ("tp1", "always"),
+        pytest.param("tp2", "always", marks=pytest.mark.slow),
+        ("tp2", "never"),
+        ("pp2", "always"),
+        pytest.param("pp2", "never", marks=pytest.mark.slow),
+    ],
 )
 def test_stock_sglang_serves_the_export_bit_for_bit_after_peer_to_peer_updates(
     local_ray, run_config, capsys, layout, staging
