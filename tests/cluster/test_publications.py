@@ -90,7 +90,7 @@ class Delivery:
 async def test_an_engine_is_sent_a_version_again_only_if_the_delivery_under_way_did_not_bring_it():
     said, channel = [], Delivery()
     member = Member(SimpleNamespace(replica_id="engine-0"), None, None)
-    fleet = OneEngine([member], None, "", None, FleetTimeouts(1, 1, 1, 1), said.append)
+    fleet = OneEngine([member], None, None, FleetTimeouts(1, 1, 1, 1), said.append)
     fleet.wait_converged = fleet.phase_metrics = nothing
     publications = Publications(
         "run", 0, channel, channel, fleet, Timeline("driver"),
