@@ -294,7 +294,7 @@ class PeerSource:
         self._idle.set()
 
     def describe(self) -> dict[str, Any]:
-        """Bytes of the send buffer: the only extra memory of this rank."""
+        """Bytes of the send buffer; with changes only, there is as much again and their outbox."""
         return {"name": self._name, "packed_bytes": self._buffer.numel()}
 
 
