@@ -50,7 +50,8 @@ class Plugin:
         self._ranks = 1
 
     async def open(self, checkpoint: Path) -> dict[str, Any]:
-        """Record the map from `checkpoint`'s names and shapes to the live weights. InPlaceUnavailable says why not.
+        """Record the map from `checkpoint`'s names and shapes to the live weights; what was recorded, with the engine's
+        `weight_version`. InPlaceUnavailable says why not.
 
         The engine must be idle or paused: the request waits for running ones.
         """
@@ -59,14 +60,15 @@ class Plugin:
         self.close()
         self._directory = Path(tempfile.mkdtemp(prefix="miles-"))
         request = {"op": "open", "directory": str(self._directory), "checkpoint": str(checkpoint.absolute())}
-        await self._hook(request, str(info.get("weight_version")))
+        stamp = str(info.get("weight_version"))
+        await self._hook(request, stamp)
         if not (self._directory / "rank-0.sock").exists():
             raise InPlaceUnavailable(
                 f"the engine opened no session in {self._directory}: it runs on another host than its replica, or its "
                 "log says why"
             )
         rows = await self.ask("status")
-        return {**rows[0], "ranks": len(rows)}
+        return {**rows[0], "ranks": len(rows), "weight_version": stamp}
 
     async def check(self) -> dict[str, Any]:
         """The engine's `/server_info`, if a session can be opened in it; InPlaceUnavailable says why not."""
@@ -107,18 +109,17 @@ class Plugin:
         version = str((await self._engine.server_info()).get("weight_version"))
         identity = uuid.uuid4().hex
         await self._hook({"op": "call", "id": identity, "request": {"op": op, **fields}}, version)
-        answers = [self._result(identity, rank) for rank in range(self._ranks)]
-        for rank, answer in enumerate(answers):
-            if not answer["ok"]:
-                raise InPlaceUnavailable(f"rank {rank}: {answer['error']}")
-        return answers
+        return self._good([self._result(identity, rank) for rank in range(self._ranks)])
 
     async def ask(self, op: str, **fields: Any) -> list[dict[str, Any]]:
         """Ask every rank's session; their answers. InPlaceUnavailable with the first error."""
         if self._directory is None:
             raise InPlaceUnavailable("no session is open")
         sockets = [self._directory / f"rank-{rank}.sock" for rank in range(self._ranks)]
-        answers = await asyncio.gather(*(self._ask(path, {"op": op, **fields}) for path in sockets))
+        return self._good(await asyncio.gather(*(self._ask(path, {"op": op, **fields}) for path in sockets)))
+
+    @staticmethod
+    def _good(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for rank, answer in enumerate(answers):
             if not answer["ok"]:
                 raise InPlaceUnavailable(f"rank {rank}: {answer['error']}")

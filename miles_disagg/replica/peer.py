@@ -68,8 +68,8 @@ class PeerReceiver:
             if paused:
                 await self._engine.pause("in_place")
             try:
-                await self.plugin.open(self._checkpoint)
-                if not self._layouts and await self._holds_base():  # later its layout is compared instead
+                opened = await self.plugin.open(self._checkpoint)
+                if not self._layouts and _is_base(opened["weight_version"]):  # later its layout is compared instead
                     await self._probe()
             finally:
                 if paused:
@@ -81,14 +81,6 @@ class PeerReceiver:
         if self._layouts and [fingerprint(a) for a in found] != [fingerprint(b) for b in self._layouts]:
             raise EngineError(f"{self._name} was started anew with another layout of its weights: restart the run")
         self._layouts, self._tokens = found, []
-
-    async def _holds_base(self) -> bool:
-        """False for an engine that goes on with a version of a run: nothing on this host has its values."""
-        stamp = str((await self._engine.server_info()).get("weight_version"))
-        try:
-            return VersionRef.parse(stamp).version == 0
-        except InvalidVersionRef:
-            return True
 
     async def _probe(self) -> None:
         probe = self.plugin.call("probe", directory=str(self._checkpoint), limit=_PROBE_SAMPLES)
@@ -198,6 +190,14 @@ class PeerReceiver:
     def close(self) -> None:
         """Forget the session."""
         self.plugin.close()
+
+
+def _is_base(stamp: str) -> bool:
+    """False for an engine that goes on with a version of a run: nothing on this host has its values."""
+    try:
+        return VersionRef.parse(stamp).version == 0
+    except InvalidVersionRef:
+        return True
 
 
 async def _nothing() -> None:

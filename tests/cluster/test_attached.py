@@ -12,6 +12,7 @@ from miles_disagg.config.placement import plan_placement
 from miles_disagg.domain.errors import DeadlineExceeded, EngineMismatch
 from miles_disagg.observe.console import RunConsole
 from tests.cluster.attached import OutsideEngine, ended, started
+from tests.cluster.steps import publish_step
 from tests.engine.checkpoints import make_checkpoint
 
 
@@ -123,10 +124,7 @@ async def two_runs(configs, engine: OutsideEngine) -> list[list]:
                 await run.take_up()
                 await run.start_generation()
                 for step in run.steps:
-                    batch = await run.next_batch(step)
-                    metrics = await run.trainer.train(batch.groups, batch.trainer_version)
-                    await run.generation_saw(batch)
-                    await run.publish_next_version()
+                    batch, metrics = await publish_step(run, step)
                     await run.settle()
                     await run.save_checkpoint(step)
                     await run.report(step, batch, metrics)

@@ -15,6 +15,7 @@ from miles_disagg.cluster.evaluation_replicas import EvaluationReplicas
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.domain.errors import EngineError, WeightVersionGone
 from miles_disagg.observe.console import RunConsole
+from tests.cluster.steps import publish_step
 
 
 class Answer:
@@ -86,10 +87,7 @@ async def train_without_an_evaluator(config) -> None:
                 await asyncio.sleep(0.1)
         await run.start_generation()
         for step in run.steps:
-            batch = await run.next_batch(step)
-            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
-            await run.generation_saw(batch)
-            await run.publish_next_version()
+            batch, metrics = await publish_step(run, step)
             await run.report(step, batch, metrics)
         await run.stop_generation()
         await run.settle()

@@ -15,6 +15,7 @@ from miles_disagg.domain.errors import PublicationFailed
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.observe.console import RunConsole
 from miles_disagg.observe.events import Timeline
+from tests.cluster.steps import publish_step
 from tests.fakes import hooks
 
 TRANSPORTS = {
@@ -34,10 +35,7 @@ async def steps(config, after=None):
         await run.start_generation()
         try:
             for step in run.steps:
-                batch = await run.next_batch(step)
-                metrics = await run.trainer.train(batch.groups, batch.trainer_version)
-                await run.generation_saw(batch)
-                await run.publish_next_version()
+                batch, metrics = await publish_step(run, step)
                 await run.settle()
                 await run.report(step, batch, metrics)
         except PublicationFailed as failed:

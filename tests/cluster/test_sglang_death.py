@@ -13,6 +13,7 @@ from miles_disagg.cluster.assemble import assembled
 from miles_disagg.config.placement import plan_placement
 from miles_disagg.observe.console import RunConsole
 from tests.cluster import processes
+from tests.cluster.steps import publish_step
 from tests.engine import sglang_env
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
@@ -59,10 +60,7 @@ async def train_through_a_kill(config) -> list[dict]:
     async with assembled(config, plan_placement(config), RunConsole("test", config.num_rollout)) as run:
         await run.start_generation()
         for step in run.steps:
-            batch = await run.next_batch(step)
-            metrics = await run.trainer.train(batch.groups, batch.trainer_version)
-            await run.generation_saw(batch)
-            await run.publish_next_version()
+            batch, metrics = await publish_step(run, step)
             await run.settle()
             published.append(await run.trainer.digests())
             if step == 1:
