@@ -211,7 +211,8 @@ async def _claim(
     async def release() -> None:
         keeping.cancel()
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(ledger.release(), 10.0)
+            async with asyncio.timeout(10.0):
+                await ledger.release()
 
     stack.push_async_callback(release)
     keeping = asyncio.create_task(ledger.keep(lifeline), name="look after the version store")

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from miles_disagg.cluster.calls import ActorLost, Lifeline, Pulse, call
-from miles_disagg.config.machine import free_port
+from miles_disagg.config.machine import free_port, on_free_ports
 from miles_disagg.domain.errors import EngineUnavailable, MilesDisaggError, PortTaken
 from miles_disagg.gateway.app import GatewaySettings
 from miles_disagg.replica.listen import TlsFiles
@@ -24,7 +24,6 @@ from miles_disagg.replica.listen import TlsFiles
 RETURN_SECONDS = 60.0  # for one that was lost to listen again, before its owner gives up
 _START_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
-_PORTS_TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,9 @@ class KeptGateway:
 
     async def start(self) -> str:
         """Start it; its URL. PortTaken, DeadlineExceeded."""
-        attempts = 1 if self._port else _PORTS_TRIED
-        while True:
-            attempts -= 1
-            try:
-                await self._listen(self._port or free_port(self._listening.host))
-                return self.url
-            except PortTaken:
-                if not attempts:
-                    raise
+        host, port = self._listening.host, self._port
+        await on_free_ports(lambda: self._listen(port or free_port(host)), given=port != 0)
+        return self.url
 
     async def _listen(self, port: int) -> None:
         wanted, actor = self._listening, self._make()

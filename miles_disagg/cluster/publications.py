@@ -231,10 +231,14 @@ class Publications:
         }
 
     async def _complete(self, ref: VersionRef) -> None:
+        scope = asyncio.timeout(self._timeout)
         try:
             with self._timeline.span("publish", ref.version):
-                metrics = await asyncio.wait_for(self._channel.deliver(ref), self._timeout)
+                async with scope:
+                    metrics = await self._channel.deliver(ref)
         except TimeoutError:
+            if not scope.expired():
+                raise
             raise DeadlineExceeded(f"publication of {ref}", self._timeout, "raise --update-weights-timeout") from None
         finally:
             self._staged.release()

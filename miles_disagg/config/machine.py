@@ -4,9 +4,15 @@ import os
 import random
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from miles_disagg.domain.errors import PortTaken
+
+T = TypeVar("T")
+_PORTS_TRIED = 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,20 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+async def on_free_ports(start: Callable[[], Awaitable[T]], *, given: bool = False) -> T:
+    """Result of `start`, which makes a server listen on a `free_port` and leaves nothing running when it raises.
+
+    It is called again where it raises PortTaken: somebody else was faster. The third PortTaken is raised, and the
+    first one where the port is `given`: another call would meet the same one.
+    """
+    for _ in range(0 if given else _PORTS_TRIED - 1):
+        try:
+            return await start()
+        except PortTaken:
+            continue
+    return await start()
 
 
 def _ephemeral() -> tuple[int, int]:

@@ -47,7 +47,8 @@ class RoutedEngine:
         await self.members.open(timeout)
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         try:
-            answer = await asyncio.wait_for(self._front.generate(probe), timeout)
+            async with asyncio.timeout(timeout):
+                answer = await self._front.generate(probe)
             log.info("router %s answers, by an engine at %s", self.url, answer["meta_info"]["weight_version"])
         except (TimeoutError, EngineError, KeyError, TypeError) as error:
             pd = self.members.all[0].kind != "regular"

@@ -20,13 +20,12 @@ from pathlib import Path
 
 import aiohttp
 
-from miles_disagg.config.machine import free_port
+from miles_disagg.config.machine import free_port, on_free_ports
 from miles_disagg.domain.errors import ConfigError, DeadlineExceeded, EngineStartError, PortTaken
 from miles_disagg.engine import guard
 from miles_disagg.engine.inplace import HOOK, PLUGIN_PATH
 
 LOG_LINES = 50
-PORTS_TRIED = 3
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0
 _PORT_TAKEN = "address already in use"
@@ -203,20 +202,17 @@ class EngineProcess:
     ) -> EngineProcess:
         """Start and wait until it is ready, on `port`, or, where that is 0, on a free one; another one if somebody was
         faster. Errors as of `wait_ready`; nothing is left running then."""
-        attempts = 1 if port else PORTS_TRIED
-        while True:
-            attempts -= 1
+
+        async def start() -> EngineProcess:
             process = cls.start(spec_for(port or free_port(host)), log_path)
             try:
                 await process.wait_ready(timeout)
-                return process
-            except PortTaken:
-                await process.stop()
-                if not attempts:
-                    raise
             except BaseException:
                 await process.stop()
                 raise
+            return process
+
+        return await on_free_ports(start, given=port != 0)
 
     async def wait_ready(self, timeout: float) -> None:
         """Return once it answers as itself. EngineStartError if it ends (PortTaken: somebody else got its port first),

@@ -90,7 +90,8 @@ class SGLangEngine:
         """See `Engine`. Asks the scheduler for its state: SGLang's `/health` generates a token unless it was started
         with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, and turns 503 while paused."""
         try:
-            await asyncio.wait_for(self.server_info(), timeout)
+            async with asyncio.timeout(timeout):
+                await self.server_info()
         except TimeoutError:
             raise EngineUnavailable(f"{self.url} did not answer within {timeout:g} s") from None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from miles_disagg.config.machine import free_port
+from miles_disagg.config.machine import free_port, on_free_ports
 from miles_disagg.domain.errors import EngineStartError, MilesDisaggError, PortTaken
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
@@ -153,23 +153,19 @@ class EngineProcesses:
             )  # fmt: skip
             self._port = self._process.spec.port
             return self._process.url
-        attempts = launch.PORTS_TRIED
-        while True:
-            attempts -= 1
-            try:
-                self._process = await self._started()
-                self._port = self._process.spec.port
-                return self._process.url
-            except PortTaken:
-                await self.stop()
-                if not attempts:
-                    raise
-            except BaseException:
-                await self.stop()
-                raise
+        self._process = await on_free_ports(self._start_all)  # at a restart too: only the first process's is given
+        self._port = self._process.spec.port
+        return self._process.url
+
+    async def _start_all(self) -> launch.EngineProcess:
+        """Every node's process, once they answer as one. All ports are new ones, but at a restart the first one's."""
+        try:
+            return await self._started()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def _started(self) -> launch.EngineProcess:
-        """Every node's process, once they answer as one. All ports are new ones, but at a restart the first one's."""
         command, version, count = self._command, self._version, 1 + len(self._nodes)
         first = NodeRank(0, count, f"{self._address}:{free_port(self._address)}")
         spec = command.spec(self._port or free_port(), version, node=first)

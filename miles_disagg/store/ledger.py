@@ -121,7 +121,8 @@ class VersionLedger:
         """Open the next version for publication; waits while another one is open, DeadlineExceeded after `timeout`."""
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._open is None), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._changed.wait_for(lambda: self._open is None)
             except TimeoutError:
                 raise DeadlineExceeded("the open publication", timeout, f"{self._open} is not committed") from None
             if self._broken is not None:
@@ -318,7 +319,8 @@ class VersionLedger:
         async with self._changed:
             if not ready():
                 try:
-                    await asyncio.wait_for(self._changed.wait_for(ready), timeout)
+                    async with asyncio.timeout(timeout):
+                        await self._changed.wait_for(ready)
                 except TimeoutError:
                     return None
             return result()

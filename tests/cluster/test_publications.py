@@ -109,6 +109,29 @@ async def test_an_engine_is_sent_a_version_again_only_if_the_delivery_under_way_
     await publications.cancel()
 
 
+async def test_a_run_that_stops_just_as_a_version_is_delivered_leaves_no_wait_behind():
+    channel, stopping = Delivery(), []
+    fleet = OneEngine([], None, None, FleetTimeouts(1, 1, 1, 1), lambda _: None)
+    fleet.wait_converged = lambda *_: asyncio.Event().wait()
+    publications = Publications(
+        "run", 0, channel, channel, fleet, Timeline("driver"),
+        on_published=nothing, give_out=lambda _: None, timeout=30.0,
+    )  # fmt: skip
+
+    async def deliver(ref):
+        await channel.go.wait()
+        stopping.append(asyncio.create_task(publications.cancel()))
+        return {}
+
+    channel.deliver = deliver
+    await publications.begin()
+    channel.go.set()
+    while not stopping:
+        await asyncio.sleep(0)
+    await stopping[0]
+    assert [t.get_name() for t in asyncio.all_tasks() - {asyncio.current_task()}] == []
+
+
 async def nothing(*_):
     return {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -56,13 +57,18 @@ async def test_a_server_whose_port_was_taken_is_given_another_one(tmp_path: Path
     """SGLang prints the reason and then hangs, so waiting for it would take the whole deadline."""
     hangs = "print('ERROR: [Errno 98] address already in use', flush=True); import time; time.sleep(60)"
     asked: list[int] = []
+    taken: list[socket.socket] = []
 
     def spec(port: int) -> LaunchSpec:
         asked.append(port)
-        return script(hangs) if len(asked) == 1 else launch.embedded(checkpoints["base"], port=port)
+        if len(asked) == 1:  # before the engine listens
+            taken.append(socket.create_server(("127.0.0.1", port)))
+        return launch.embedded(checkpoints["base"], port=port)
 
     process = await EngineProcess.started(spec, tmp_path / "log", host="127.0.0.1", port=0, timeout=60)
     await process.stop()
+    taken.pop().close()
+    assert process.url == f"http://127.0.0.1:{asked[1]}"
     assert len(asked) == 2
 
     async def always(port: int) -> None:
