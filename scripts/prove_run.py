@@ -1,8 +1,9 @@
 """Train as `train_async.py` does, and compare after every update what each engine serves with the trainer's export.
 
 Takes the flags of `miles-disagg train`. Weights are read out of the engines (SGLang too) and digested tensor by tensor.
-Prints one JSON object, last line of stdout: {"steps", "versions_compared", "tensors", "reward_first", "reward_last",
-"pause_ms_p50", "convergence_s_p50", "update_s_p50", "activation"}; exits with 1 at the first difference.
+Prints one JSON object, last line of stdout: {"steps", "versions_compared", "tensors", "steps_without_gradient" (the
+rewards of every group were equal), "reward_first", "reward_last", "pause_ms_p50", "convergence_s_p50", "update_s_p50",
+"activation"}; exits with 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Proof:
     """The loop of `train_async.train`, settled and compared after each publication (every `every`-th, and the last)."""
 
     def __init__(self, every: int = 1) -> None:
-        self.every, self.versions, self.tensors = every, 0, 0
+        self.every, self.versions, self.tensors, self.unchanged = every, 0, 0, 0
         self.status: list[dict[str, Any]] = []
         self.update_seconds: list[float] = []  # from the start of the copy-out until every engine serves the version
 
@@ -46,12 +47,19 @@ class Proof:
             self.update_seconds.append(time.monotonic() - begun)
             if (step + 1) % self.every == 0 or step + 1 == run.config.num_rollout:
                 published = await run.trainer.digests()
-                assert published != before, f"step {step}: the optimizer changed nothing"
+                self.unchanged += published == before
+                rewards = [reward for group in batch.groups for reward in group.rewards]
+                norm, rate = metrics["train/grad_norm"], run.trainer.learning_rate
+                assert published != before or not norm, (
+                    f"step {step}: the optimizer changed nothing, at a gradient of norm {norm:.3g}, a learning rate of "
+                    f"{rate:g} and rewards of {min(rewards)} to {max(rewards)}"
+                )
                 await self.compare(run, published)
                 before = published
             await run.report(step, batch, metrics)
             await self.after_step(run, step, before)
         await run.stop_generation()
+        assert self.unchanged < self.versions - 1, "no step changed a weight: every gradient was zero"
         if isinstance(run.fleet, Fleet):
             self.status = await run.fleet.statuses()
 
@@ -84,6 +92,7 @@ def outcome(config: RunConfig, proof: Proof, status: int) -> dict[str, Any]:
         "steps": len(rewards),
         "versions_compared": proof.versions,
         "tensors": proof.tensors,
+        "steps_without_gradient": proof.unchanged,
         "reward_first": fmean(rewards[:some]) if rewards else None,
         "reward_last": fmean(rewards[-some:]) if rewards else None,
         "pause_ms_p50": median(pauses) if pauses else None,
