@@ -12,7 +12,7 @@ from miles_disagg import cli
 from miles_disagg.domain.errors import MilesDisaggError
 from miles_disagg.store.base import open_store
 from miles_disagg.store.versions import VersionStore
-from tests.fakes.checkpoints import tensor_shapes, write_safetensors, write_tiny_checkpoint, write_tokenizer
+from tests.fakes.checkpoints import EXPERTS, tensor_shapes, write_safetensors, write_tiny_checkpoint, write_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,6 +124,15 @@ def test_bad_prompts_are_refused_by_line_and_remedy(model: Path, tmp_path: Path,
 def test_long_prompts_can_be_skipped_instead(model: Path, tmp_path: Path, capsys):
     rows = [{"input": "1" * 100, "label": "2"}, {"input": "1+1=", "label": "2"}]
     assert dry_run(model, write_prompts(tmp_path, rows), "--long-prompts", "skip") == 0
+
+
+def test_a_tied_mixture_is_refused_for_sglang_which_would_not_fill_its_head(tmp_path: Path, prompts: Path, capsys):
+    tied = write_tiny_checkpoint(tmp_path / "tied", **EXPERTS)
+    assert dry_run(tied, prompts) == 0
+    capsys.readouterr()
+    err = refused(capsys, dry_run(tied, prompts, "--rollout-engine", "sglang"))
+    assert "tie_word_embeddings with experts: SGLang's Qwen3MoeForCausalLM has an output head of its own" in err
+    assert "add lm_head.weight" in err
 
 
 def test_a_context_without_room_for_a_prompt_is_refused(model: Path, prompts: Path, capsys):

@@ -160,7 +160,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(recipe: Recipe) -> Any:
-    """A randomly initialised Qwen3 (445 k parameters without experts, tied), the same for the same seed."""
+    """A randomly initialised Qwen3 (445 k parameters without experts, then tied), the same for the same seed."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -179,7 +179,7 @@ def make_model(recipe: Recipe) -> Any:
         num_key_value_heads=recipe.kv_heads,
         head_dim=recipe.hidden_size // recipe.heads,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not recipe.experts,  # SGLang gives a mixture an output head of its own, always
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from miles_disagg.domain.errors import EngineError, EngineUnavailable, UpdateFailed
+from miles_disagg.domain.errors import EngineError, EngineUnavailable, UpdateFailed, WeightsNotLoaded
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine.base import Engine
 from miles_disagg.engine.inplace import HOOK
@@ -51,7 +51,7 @@ class Plugin:
 
     async def open(self, checkpoint: Path) -> dict[str, Any]:
         """Record the map from `checkpoint`'s names and shapes to the live weights; what was recorded, with the engine's
-        `weight_version`. InPlaceUnavailable says why not.
+        `weight_version`. InPlaceUnavailable says why not, WeightsNotLoaded that the engine computes with weights of nobody.
 
         The engine must be idle or paused: the request waits for running ones.
         """
@@ -68,6 +68,9 @@ class Plugin:
                 "log says why"
             )
         rows = await self.ask("status")
+        for rank, row in enumerate(rows):
+            if row["unreached"]:
+                raise WeightsNotLoaded(f"{self._engine.url} rank {rank}", row["unreached"], str(checkpoint))
         return {**rows[0], "ranks": len(rows), "weight_version": stamp}
 
     async def check(self) -> dict[str, Any]:
@@ -195,7 +198,8 @@ class InPlaceLoader:
         self.reloaded: list[tuple[VersionRef, str]] = []  # with the reasons
 
     async def open(self, holds: VersionRef, checkpoint: Path | None = None) -> dict[str, Any]:
-        """Record the map and check it against `checkpoint`, which the engine holds. InPlaceUnavailable says why not."""
+        """Record the map and check it against `checkpoint`, which the engine holds. InPlaceUnavailable says why not;
+        WeightsNotLoaded as for `Plugin.open`."""
         checkpoint = checkpoint or self._checkpoint
         self._open, self._holds = False, None
         try:
@@ -206,7 +210,7 @@ class InPlaceLoader:
                 if answer["mismatch"]:
                     raise InPlaceUnavailable(f"rank {rank}: {answer['mismatch']} is not where its map says")
             await self.plugin.call("verify")
-        except InPlaceUnavailable:
+        except (InPlaceUnavailable, WeightsNotLoaded):
             raise
         except EngineError as error:
             raise InPlaceUnavailable(str(error)) from error

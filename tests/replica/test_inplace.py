@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from miles_disagg.config.machine import free_port
-from miles_disagg.domain.errors import UpdateFailed
+from miles_disagg.domain.errors import UpdateFailed, WeightsNotLoaded
 from miles_disagg.domain.versions import VersionRef
 from miles_disagg.engine import launch
 from miles_disagg.engine.inplace import HOOK
@@ -234,6 +236,20 @@ async def test_a_checkpoint_of_another_model_cannot_be_mapped(
     with pytest.raises(InPlaceUnavailable, match="not where its map says"):
         await InPlaceLoader(engine, same_shape).open(ref(0))
     await engine.update_from_disk(str(staging.path), str(ref(0)), flush_cache=False)
+
+
+async def test_a_weight_that_no_tensor_reaches_is_refused_by_name(
+    engine: SGLangEngine, staging: Staging, tmp_path: Path
+) -> None:
+    short, name = tmp_path / "short", "model.layers.1.self_attn.o_proj.weight"
+    shutil.copytree(staging.path, short)
+    tensors = load_file(short / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, short / "model.safetensors", {"format": "pt"})
+    loader = InPlaceLoader(engine, short)
+    with pytest.raises(WeightsNotLoaded, match=f"no tensor of {short} is loaded into the engine's {name}, so"):
+        await loader.open(ref(0))
+    loader.plugin.close()
 
 
 async def test_an_unusable_request_does_not_kill_the_server(engine: SGLangEngine, staging: Staging) -> None:

@@ -39,6 +39,10 @@ class LiveWeights:
         used = sorted({row.slot for rows in self.rows.values() for row in rows})
         if not used:
             raise Unmappable("the loader loaded nothing")
+        # Matrices only: what has one dimension or none may well keep its initial value (scales of a KV cache, say).
+        matrices = {p.untyped_storage().data_ptr() for _, p in model.named_parameters() if p.dim() > 1}
+        reached = set(used)
+        self.unreached = [s.name for i, s in enumerate(self.slots) if i not in reached and s.pointer in matrices]
         groups: dict[int, list[Slot]] = {}
         for slot in (self.slots[i] for i in used):
             groups.setdefault(slot.dtype.itemsize, []).append(slot)
@@ -50,9 +54,10 @@ class LiveWeights:
         self._pointers = [p.data_ptr() for p in self._parameters]
 
     def describe(self) -> dict[str, Any]:
-        """Numbers for a status answer."""
+        """For a status answer: numbers, and the weight matrices that no tensor of the checkpoint is loaded into."""
         rows = [row for rows in self.rows.values() for row in rows]
-        return {"tensors": len(self.rows), "rows": len(rows), "elements": sum(row.numel for row in rows)}
+        elements = sum(row.numel for row in rows)
+        return {"tensors": len(self.rows), "rows": len(rows), "elements": elements, "unreached": self.unreached}
 
     def unmoved(self) -> bool:
         """True if every parameter still lies where it was recorded."""
