@@ -162,14 +162,14 @@ class EngineMismatch(EngineError):
 
 
 class WeightsNotLoaded(EngineError):
-    """An engine has weights that its loader fills from no tensor of the checkpoint: it computes with what lies there."""
+    """An engine has weights that its loader fills from no tensor of the checkpoint: it computes with chance values."""
 
     def __init__(self, engine: str, names: Sequence[str], checkpoint: str):
         self.names = tuple(names)
         what = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         super().__init__(
-            f"{engine}: no tensor of {checkpoint} is loaded into the engine's {what}, so it computes with what happened "
-            "to lie there; write the tensor into the checkpoint (an output head that is not tied in the engine, say), "
+            f"{engine}: no tensor of {checkpoint} is loaded into the engine's {what}, so it computes with what "
+            "happened to lie there; write the tensor into the checkpoint (an output head that is not tied in the engine, say), "
             "or use --activation reload if the model is meant to be so"
         )
 

@@ -51,7 +51,8 @@ class Plugin:
 
     async def open(self, checkpoint: Path) -> dict[str, Any]:
         """Record the map from `checkpoint`'s names and shapes to the live weights; what was recorded, with the engine's
-        `weight_version`. InPlaceUnavailable says why not, WeightsNotLoaded that the engine computes with weights of nobody.
+        `weight_version`. InPlaceUnavailable says why not, WeightsNotLoaded that the engine computes with weights that
+        are nobody's.
 
         The engine must be idle or paused: the request waits for running ones.
         """
