@@ -103,7 +103,8 @@ def _model(config: RunConfig) -> tuple[HfModelConfig | None, list[str]]:
             problems.append(
                 f"--hf-checkpoint {path}: tie_word_embeddings with experts: SGLang's {model.architecture} has an "
                 "output head of its own and would leave it empty; add lm_head.weight (a copy of "
-                "model.embed_tokens.weight) and set tie_word_embeddings to false in config.json, or use --rollout-engine embedded"
+                "model.embed_tokens.weight) and set tie_word_embeddings to false in config.json, or use "
+                "--rollout-engine embedded"
             )
         longest = config.rollout.rollout_max_response_len
         if longest >= model.max_positions:

@@ -169,8 +169,8 @@ class WeightsNotLoaded(EngineError):
         what = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         super().__init__(
             f"{engine}: no tensor of {checkpoint} is loaded into the engine's {what}, so it computes with what "
-            "happened to lie there; write the tensor into the checkpoint (an output head that is not tied in the engine, say), "
-            "or use --activation reload if the model is meant to be so"
+            "happened to lie there; write the tensor into the checkpoint (an output head that is not tied in the "
+            "engine, say), or use --activation reload if the model is meant to be so"
         )
 
 

@@ -63,8 +63,10 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Cache key: a digest of every field; `experts` counts where there are some."""
-        fields = {name: value for name, value in asdict(self).items() if name != "experts" or value}
+        """Cache key: a digest of every field; `experts` counts where there are some, and then nothing is tied."""
+        fields = asdict(self)
+        fields |= {"tied": False} if fields["experts"] else {}
+        fields = {name: value for name, value in fields.items() if name != "experts" or value}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
