@@ -209,6 +209,13 @@ def _sharing(config: RunConfig) -> Iterator[str]:
             f"--rollout-gpu-fraction {engines.rollout_gpu_fraction:g} shares one GPU, but "
             f"--rollout-num-gpus-per-engine is {engines.rollout_num_gpus_per_engine}: make it 1"
         )
+    elif engines.rollout_gpu_fraction < 1 and not any(group.unit and group.unit.gpus for group in _planned(config)):
+        yield (
+            f"--rollout-gpu-fraction {engines.rollout_gpu_fraction:g} is a share of a GPU, but this run starts no "
+            "engine on one: add --rollout-num-gpus 1"
+        )
+    if trainer.actor_gpu_fraction < 1 and trainer.trainer_device == "cpu":
+        yield f"--actor-gpu-fraction {trainer.actor_gpu_fraction:g} is a share of a GPU, but --trainer-device is cpu"
     if trainer.actor_gpu_fraction < 1 and engines.rollout_num_gpus and config.weights.transport == "broadcast":
         yield (
             f"--actor-gpu-fraction {trainer.actor_gpu_fraction:g} with --update-weight-transport broadcast: NCCL "

@@ -154,6 +154,8 @@ REFUSED = [
     ),
     ("--activation in-place", "--activation in-place scatters deltas"),
     ("--actor-gpu-fraction 0.5 --actor-num-gpus-per-node 2", "--actor-num-gpus-per-node is 2: make it 1"),
+    ("--rollout-engine sglang --rollout-gpu-fraction 0.5", "no engine on one: add --rollout-num-gpus 1"),
+    ("--trainer-device cpu --actor-gpu-fraction 0.5", "0.5 is a share of a GPU, but --trainer-device"),
     (
         "--rollout-engine sglang --rollout-num-gpus 1 --actor-gpu-fraction 0.5 --rollout-gpu-fraction 0.5",
         "NCCL refuses two processes on one GPU",
