@@ -51,7 +51,7 @@ SHAPES = {
 }
 # the same of a mixture: intermediate is of one expert; experts, and how many of them a token has
 MIXTURES = {
-    "tiny-experts": ((128, 128, 4, 4, 2, 64, True, 1024), 8, 2),
+    "tiny-experts": ((128, 128, 4, 4, 2, 64, False, 1024), 8, 2),
     "6B-experts": ((2048, 1024, 24, 32, 4, 128, False, 151936), 32, 8),
 }
 MIXTURE_OF = {"tiny": "tiny-experts", "0.6B": "6B-experts", "4B": "6B-experts", "8B": "6B-experts"}

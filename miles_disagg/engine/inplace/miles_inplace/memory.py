@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from .recorder import Row, Slot
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TYPESTR = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
-_CHUNK = 1 << 24  # elements at once: few operations, and scratch of about 0.5 GiB
+CHUNK = 1 << 24  # elements at once: few operations, and scratch of about 0.5 GiB
 _K = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd, from xxHash's primes
 
 
@@ -39,8 +41,8 @@ class Arena:
         total = 0
         for slot in self.slots:
             begin, count = self.start(slot), slot.nbytes // self.size
-            for at in range(begin, begin + count, _CHUNK):
-                stop = min(at + _CHUNK, begin + count)
+            for at in range(begin, begin + count, CHUNK):
+                stop = min(at + CHUNK, begin + count)
                 index = torch.arange(at, stop, device=self.device)
                 total += int(mix(index, self.flat[at:stop]))
         return total % 2**64
@@ -48,8 +50,8 @@ class Arena:
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
         """(what writing `values` at `index` adds to the fingerprint, how many elements it changes)."""
         added = changed = 0
-        for at in range(0, index.numel(), _CHUNK):
-            where, new = index[at : at + _CHUNK], values[at : at + _CHUNK]
+        for at in range(0, index.numel(), CHUNK):
+            where, new = index[at : at + CHUNK], values[at : at + CHUNK]
             old = self.flat[where]
             added += int(mix(where, new) - mix(where, old))
             changed += int((new != old).sum())
@@ -66,16 +68,42 @@ def mix(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
-def map_positions(row: Row, positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Flat checkpoint positions (int64, any device) -> (which of them this row holds, None for all; element index in
-    the row's slot, of those)."""
-    rest = positions - row.source_offset if row.source_offset else positions
+@dataclass(frozen=True)
+class Places:
+    """Where positions in a tensor go: the tensor's row, the arena index of its slot's first element, how many they
+    are."""
+
+    row: Row
+    start: int
+    count: int
+
+
+def map_positions(places: Sequence[Places], positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Flat checkpoint positions, one place's after another's (rows of equally many dims), to arena indices (int64):
+    (which of them the rows hold, None for all; the index of those).
+
+    Few operations whatever the number of places: a mixture of experts has thousands of tensors, and each operation
+    costs microseconds while the scheduler wants the interpreter too.
+    """
+    counts: torch.Tensor | None = None
+
+    def each(numbers: list[int]) -> Any:
+        nonlocal counts
+        if len(set(numbers)) == 1:
+            return numbers[0]
+        if counts is None:
+            counts = torch.tensor([place.count for place in places], device=positions.device)
+        spread = torch.tensor(numbers, device=positions.device)
+        return torch.repeat_interleave(spread, counts, output_size=positions.numel())
+
+    rest = positions.to(torch.int64) - each([place.row.source_offset for place in places])
     keep = rest >= 0
-    index = torch.full_like(rest, row.slot_offset)
-    for size, source, slot in row.dims:
-        step = rest if source == 1 else torch.div(rest, source, rounding_mode="floor")
+    index = torch.zeros_like(rest) + each([place.start + place.row.slot_offset for place in places])
+    for dim in range(len(places[0].row.dims)):
+        size, source, slot = (each([place.row.dims[dim][part] for place in places]) for part in range(3))
+        step = rest if isinstance(source, int) and source == 1 else torch.div(rest, source, rounding_mode="floor")
         keep &= step < size
-        index += step if slot == 1 else step * slot
+        index += step * slot
         rest = rest - step * source
     keep &= rest == 0
     if bool(keep.all()):

@@ -7,13 +7,14 @@ except by `scatter`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from .memory import INTEGERS, Arena, logical, map_positions, pieces, samples
+from .memory import CHUNK, INTEGERS, Arena, Places, logical, map_positions, pieces, samples
 from .recorder import Row, Slot, TensorHeader, Unmappable, read_header, read_headers, record
 
 POSITIONS, VALUES = ":positions", ":values"  # suffixes in a patch file
@@ -28,6 +29,15 @@ class Staged:
     added: int
     elements: int
     changed: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor's positions and values in a patch file, for one row."""
+
+    where: TensorHeader
+    what: TensorHeader
+    places: Places
 
 
 class LiveWeights:
@@ -71,28 +81,33 @@ class LiveWeights:
 
     def stage(self, path: str) -> Staged:
         """Read a patch file, map it and put it on the device. ValueError if it does not fit this model."""
-        header = read_header(path)
-        index: dict[int, list[torch.Tensor]] = {}
-        values: dict[int, list[torch.Tensor]] = {}
-        elements = 0
+        header, bodies = read_header(path), _map(path)
+        alike: dict[tuple[Any, ...], list[_Part]] = {}
         for name in (key.removesuffix(POSITIONS) for key in header if key.endswith(POSITIONS)):
             own = self.headers.get(name)
             if own is None:
                 raise ValueError(f"{name} is not in the checkpoint that was recorded")
-            if name not in self.rows:
-                continue  # a reload ignores it on this rank too
-            positions = read(header[name + POSITIONS]).to(self.device).to(torch.int64)
-            raw = read(header[name + VALUES]).view(torch.uint8).view(own.dtype).to(self.device)
-            if positions.numel() != raw.numel():
-                raise ValueError(f"{name}: {positions.numel()} positions, {raw.numel()} values")
-            for row in self.rows[name]:
+            where, what = header[name + POSITIONS], header[name + VALUES]
+            count = (where.end - where.begin) // where.dtype.itemsize
+            if count * own.dtype.itemsize != what.end - what.begin:
+                raise ValueError(f"{name}: {count} positions, {what.end - what.begin} bytes of values")
+            for row in self.rows.get(name, ()):  # a reload ignores the others on this rank too
                 slot = self.slots[row.slot]
-                size = slot.dtype.itemsize
-                keep, where = map_positions(row, positions)
-                chosen = (raw if keep is None else raw[keep]).to(slot.dtype).view(INTEGERS[size])
-                index.setdefault(size, []).append(where.add_(self.arenas[size].start(slot)))
-                values.setdefault(size, []).append(chosen)
-                elements += where.numel()
+                kind = (slot.dtype, own.dtype, where.dtype, len(row.dims))
+                start = self.arenas[slot.dtype.itemsize].start(slot)
+                alike.setdefault(kind, []).append(_Part(where, what, Places(row, start, count)))
+        index: dict[int, list[torch.Tensor]] = {}
+        values: dict[int, list[torch.Tensor]] = {}
+        for (live, own_dtype, position_dtype, _), parts in alike.items():
+            size = live.itemsize
+            for some in _windows(parts, CHUNK):
+                positions = torch.cat([bodies[p.where.begin : p.where.end] for p in some]).view(position_dtype)
+                raw = torch.cat([bodies[p.what.begin : p.what.end] for p in some]).view(own_dtype)
+                keep, where_to = map_positions([p.places for p in some], positions.to(self.device))
+                new = raw.to(self.device)
+                index.setdefault(size, []).append(where_to)
+                values.setdefault(size, []).append((new if keep is None else new[keep]).to(live).view(INTEGERS[size]))
+        elements = sum(part.numel() for parts in index.values() for part in parts)
         joined = {size: torch.cat(parts) for size, parts in index.items()}
         index.clear()
         new = {size: torch.cat(parts) for size, parts in values.items()}
@@ -172,6 +187,26 @@ def read(header: TensorHeader) -> torch.Tensor:
     if header.begin == header.end:
         return torch.empty(0, dtype=header.dtype)
     return _tensor(np.memmap(header.file, np.uint8, "r", header.begin, (header.end - header.begin,)), header.dtype)
+
+
+def _map(path: str) -> torch.Tensor:
+    """A file's bytes, memory-mapped."""
+    return _tensor(np.memmap(path, np.uint8, "r"), torch.uint8)
+
+
+def _windows(parts: list[_Part], limit: int) -> Iterator[list[_Part]]:
+    """Runs of parts of about `limit` elements, none without elements."""
+    some: list[_Part] = []
+    elements = 0
+    for part in parts:
+        if part.places.count:
+            some.append(part)
+            elements += part.places.count
+        if elements >= limit:
+            yield some
+            some, elements = [], 0
+    if some:
+        yield some
 
 
 def _tensor(raw: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
