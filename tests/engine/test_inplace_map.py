@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from miles_disagg.engine.inplace.miles_inplace.weights import POSITIONS, VALUES, LiveWeights
+from miles_disagg.engine.inplace.miles_inplace import patch as patch_module
+from miles_disagg.engine.inplace.miles_inplace.patch import POSITIONS, VALUES
+from miles_disagg.engine.inplace.miles_inplace.weights import LiveWeights
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -59,8 +62,16 @@ def cuts(draw: st.DrawFn) -> Cut:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(cuts(), min_size=1, max_size=8), st.sampled_from(list(DTYPES)), st.integers(0, 2**31), st.floats(0, 1))
-def test_a_scattered_patch_is_the_model_loaded_anew(chosen: list[Cut], dtype: str, seed: int, density: float) -> None:
+@given(
+    st.lists(cuts(), min_size=1, max_size=8),
+    st.sampled_from(list(DTYPES)),
+    st.integers(0, 2**31),
+    st.floats(0, 1),
+    st.integers(1, 60),
+)
+def test_a_scattered_patch_is_the_model_loaded_anew(
+    chosen: list[Cut], dtype: str, seed: int, density: float, window: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -77,7 +88,8 @@ def test_a_scattered_patch_is_the_model_loaded_anew(chosen: list[Cut], dtype: st
     live, anew = (Model(chosen, DTYPES[dtype]) for _ in range(2))
     live.load_weights(before.items())
     anew.load_weights(after.items())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as small:
+        small.setattr(patch_module, "_WINDOW", window)
         save_file(before, Path(folder) / "model.safetensors")
         save_file(patch, Path(folder) / "patch")
         weights = LiveWeights(live, folder)
@@ -87,3 +99,13 @@ def test_a_scattered_patch_is_the_model_loaded_anew(chosen: list[Cut], dtype: st
     assert torch.equal(live.stacked, anew.stacked)
     assert torch.equal(live.vector, anew.vector)
     assert weights.fingerprint() == (fingerprint + staged.added) % 2**64
+
+
+@pytest.mark.parametrize("position", [-1, 7, 2**31 - 1])
+def test_a_position_outside_its_tensor_is_refused(position: int, tmp_path: Path) -> None:
+    model = Model([], torch.float32)
+    save_file({"vector": torch.arange(7.0)}, tmp_path / "model.safetensors")
+    patch = {"vector" + POSITIONS: torch.tensor([3, position], dtype=torch.int32), "vector" + VALUES: torch.ones(2)}
+    save_file(patch, tmp_path / "patch")
+    with pytest.raises(ValueError, match="positions outside of their tensors"):
+        LiveWeights(model, str(tmp_path)).stage(str(tmp_path / "patch"))

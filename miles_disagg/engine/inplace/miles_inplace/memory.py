@@ -17,7 +17,7 @@ from .recorder import Row, Slot
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TYPESTR = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
-CHUNK = 1 << 24  # elements at once: few operations, and scratch of about 0.5 GiB
+_CHUNK = 1 << 24  # elements at once: few operations, and scratch of about 0.5 GiB
 _K = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd, from xxHash's primes
 
 
@@ -41,8 +41,8 @@ class Arena:
         total = 0
         for slot in self.slots:
             begin, count = self.start(slot), slot.nbytes // self.size
-            for at in range(begin, begin + count, CHUNK):
-                stop = min(at + CHUNK, begin + count)
+            for at in range(begin, begin + count, _CHUNK):
+                stop = min(at + _CHUNK, begin + count)
                 index = torch.arange(at, stop, device=self.device)
                 total += int(mix(index, self.flat[at:stop]))
         return total % 2**64
@@ -50,8 +50,8 @@ class Arena:
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
         """(what writing `values` at `index` adds to the fingerprint, how many elements it changes)."""
         added = changed = 0
-        for at in range(0, index.numel(), CHUNK):
-            where, new = index[at : at + CHUNK], values[at : at + CHUNK]
+        for at in range(0, index.numel(), _CHUNK):
+            where, new = index[at : at + _CHUNK], values[at : at + _CHUNK]
             old = self.flat[where]
             added += int(mix(where, new) - mix(where, old))
             changed += int((new != old).sum())
@@ -78,13 +78,9 @@ class Places:
     count: int
 
 
-def map_positions(places: Sequence[Places], positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Flat checkpoint positions, one place's after another's (rows of equally many dims), to arena indices (int64):
-    (which of them the rows hold, None for all; the index of those).
-
-    Few operations whatever the number of places: a mixture of experts has thousands of tensors, and each operation
-    costs microseconds while the scheduler wants the interpreter too.
-    """
+def map_positions(places: Sequence[Places], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat checkpoint positions, one place's after another's (rows of equally many dims) -> (which of them the rows
+    hold: bool; their indices in the arena: int64, of the others without meaning)."""
     counts: torch.Tensor | None = None
 
     def each(numbers: list[int]) -> Any:
@@ -106,9 +102,7 @@ def map_positions(places: Sequence[Places], positions: torch.Tensor) -> tuple[to
         index += step * slot
         rest = rest - step * source
     keep &= rest == 0
-    if bool(keep.all()):
-        return None, index
-    return keep, index[keep]
+    return keep, index
 
 
 def samples(row: Row, limit: int, device: torch.device) -> torch.Tensor:

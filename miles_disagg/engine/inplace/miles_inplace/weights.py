@@ -7,17 +7,15 @@ except by `scatter`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from .memory import CHUNK, INTEGERS, Arena, Places, logical, map_positions, pieces, samples
-from .recorder import Row, Slot, TensorHeader, Unmappable, read_header, read_headers, record
-
-POSITIONS, VALUES = ":positions", ":values"  # suffixes in a patch file
+from .memory import INTEGERS, Arena, logical, pieces, samples
+from .patch import PatchReader
+from .recorder import Row, Slot, TensorHeader, Unmappable, read_headers, record
 
 
 @dataclass
@@ -29,15 +27,6 @@ class Staged:
     added: int
     elements: int
     changed: int
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor's positions and values in a patch file, for one row."""
-
-    where: TensorHeader
-    what: TensorHeader
-    places: Places
 
 
 class LiveWeights:
@@ -60,6 +49,7 @@ class LiveWeights:
             raise Unmappable("parameters lie on several devices of this rank")
         self.arenas = {size: Arena(slots, size) for size, slots in groups.items()}
         self.device = next(iter(self.arenas.values())).device
+        self._patches = PatchReader(self.headers, self.rows, self.slots, self.arenas)
         self._parameters = [p for _, p in model.named_parameters()]
         self._pointers = [p.data_ptr() for p in self._parameters]
 
@@ -81,32 +71,11 @@ class LiveWeights:
 
     def stage(self, path: str) -> Staged:
         """Read a patch file, map it and put it on the device. ValueError if it does not fit this model."""
-        header, bodies = read_header(path), _map(path)
-        alike: dict[tuple[Any, ...], list[_Part]] = {}
-        for name in (key.removesuffix(POSITIONS) for key in header if key.endswith(POSITIONS)):
-            own = self.headers.get(name)
-            if own is None:
-                raise ValueError(f"{name} is not in the checkpoint that was recorded")
-            where, what = header[name + POSITIONS], header[name + VALUES]
-            count = (where.end - where.begin) // where.dtype.itemsize
-            if count * own.dtype.itemsize != what.end - what.begin:
-                raise ValueError(f"{name}: {count} positions, {what.end - what.begin} bytes of values")
-            for row in self.rows.get(name, ()):  # a reload ignores the others on this rank too
-                slot = self.slots[row.slot]
-                kind = (slot.dtype, own.dtype, where.dtype, len(row.dims))
-                start = self.arenas[slot.dtype.itemsize].start(slot)
-                alike.setdefault(kind, []).append(_Part(where, what, Places(row, start, count)))
         index: dict[int, list[torch.Tensor]] = {}
         values: dict[int, list[torch.Tensor]] = {}
-        for (live, own_dtype, position_dtype, _), parts in alike.items():
-            size = live.itemsize
-            for some in _windows(parts, CHUNK):
-                positions = torch.cat([bodies[p.where.begin : p.where.end] for p in some]).view(position_dtype)
-                raw = torch.cat([bodies[p.what.begin : p.what.end] for p in some]).view(own_dtype)
-                keep, where_to = map_positions([p.places for p in some], positions.to(self.device))
-                new = raw.to(self.device)
-                index.setdefault(size, []).append(where_to)
-                values.setdefault(size, []).append((new if keep is None else new[keep]).to(live).view(INTEGERS[size]))
+        for size, where, what in self._patches.read(path):
+            index.setdefault(size, []).append(where)
+            values.setdefault(size, []).append(what)
         elements = sum(part.numel() for parts in index.values() for part in parts)
         joined = {size: torch.cat(parts) for size, parts in index.items()}
         index.clear()
@@ -187,26 +156,6 @@ def read(header: TensorHeader) -> torch.Tensor:
     if header.begin == header.end:
         return torch.empty(0, dtype=header.dtype)
     return _tensor(np.memmap(header.file, np.uint8, "r", header.begin, (header.end - header.begin,)), header.dtype)
-
-
-def _map(path: str) -> torch.Tensor:
-    """A file's bytes, memory-mapped."""
-    return _tensor(np.memmap(path, np.uint8, "r"), torch.uint8)
-
-
-def _windows(parts: list[_Part], limit: int) -> Iterator[list[_Part]]:
-    """Runs of parts of about `limit` elements, none without elements."""
-    some: list[_Part] = []
-    elements = 0
-    for part in parts:
-        if part.places.count:
-            some.append(part)
-            elements += part.places.count
-        if elements >= limit:
-            yield some
-            some, elements = [], 0
-    if some:
-        yield some
 
 
 def _tensor(raw: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
