@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_disagg.cluster.calls import call, call_all
+from miles_disagg.cluster.calls import ActorLost, call, call_all
 from miles_disagg.cluster.fleet import Fleet, Member
 from miles_disagg.cluster.publications import commit_staged
 from miles_disagg.cluster.trainer_group import TrainerGroup
@@ -67,6 +67,7 @@ class PeerChannel:
         self._plan: Plan | None = None
         self._targets: list[tuple[int, ...]] = []
         self._said: dict[str, str] = {}
+        self._doubts = Doubts()
 
     # --- the plan -----------------------------------------------------------------------------------
 
@@ -206,14 +207,19 @@ class PeerChannel:
         links = [link for u in updates for link in u.links]
         seat = await self._seat(links) if self._settings.transport == "torch" else None
         receiving = [self._receive(u, links, seat) for u in updates if seat is not None]
+        everybody: list[int | Member] = list(range(self._ranks_count))
+        for update in updates:  # until all have answered: an exception leaves it so
+            self._doubts.add(update.member, everybody)
         sent, *_ = await asyncio.gather(
             self._ranks("peer_send", f"send {ref}", [(ref, links, seat, whole)] * self._ranks_count), *receiving
         )
         assert sent is not None
         for update in updates:
-            errors = [s.errors[link.target] for s in sent for link in update.links if link.target in s.errors]
-            if errors and update.error is None:
-                update.error = UpdateFailed(errors[0])
+            failed = {i: s.errors[n.target] for i, s in enumerate(sent) for n in update.links if n.target in s.errors}
+            self._doubts.clear(update.member)
+            if failed:
+                self._doubts.add(update.member, list(failed))
+                update.error = update.error or UpdateFailed(next(iter(failed.values())))
             update.patches = [
                 [s.patches[link.target] for s in sent if link.target in s.patches] for link in update.links
             ]
@@ -264,7 +270,9 @@ class PeerChannel:
         what = f"give {ref} to {member.spec.replica_id}"
         async with self._fleet.update(ref, [member]):
             await self._ask(member, "expect", "expect bytes in its live weights")
+            self._doubts.add(member, [donor])
             sums = await self._ask(donor, "give", what, links, self._settings.timeout)
+            self._doubts.clear(member)
             await self._ask(member, "verify", "compare checksums", sums, True)
             await self._ask(member, "land", f"put {ref} in place")
 
@@ -293,11 +301,43 @@ class PeerChannel:
             return None
 
     async def _links(self, member: Member) -> list[Link]:
-        links, chosen = await self._ask(member, "links_and_choice", "register its memory")
+        doubtful = await self._settled(member)
+        links, chosen = await self._ask(member, "links_and_choice", "register its memory", doubtful)
+        self._doubts.clear(member)
         if self._said.get(member.spec.replica_id) != chosen:
             self._said[member.spec.replica_id] = chosen
             self._fleet.say(f"p2p: {member.spec.replica_id}: {chosen}")
         return links
+
+    async def _settled(self, member: Member) -> bool:
+        """Whether a transfer to it failed before. EngineUnavailable while something of that may still arrive: it would
+        land among, or after, what was sent and verified later."""
+        writers = self._doubts.of(member)
+        for writer in writers:
+            if isinstance(writer, int):
+                name = f"trainer rank {writer}"
+                call_it = self._actors[writer].peer_unsettled.remote()
+                late = await call(call_it, f"{name}: say what is still on its way", self._settings.timeout + 30.0)
+                adrift = not late.isdisjoint(self._targets[self._fleet.members.index(member)])
+            else:
+                name = writer.spec.replica_id
+                adrift = await self._gift_adrift(writer)
+            if adrift:
+                raise EngineUnavailable(
+                    f"what {name} wrote to {member.spec.replica_id} before has neither arrived nor failed; nothing "
+                    "else is sent there until it has"
+                )
+        return bool(writers)
+
+    async def _gift_adrift(self, donor: Member) -> bool:
+        """False for a donor that was started anew, or has ended: its writes ended with it."""
+        if donor.actor is None:
+            return False
+        try:
+            status = await call(donor.actor.status.remote(), f"{donor.spec.replica_id}: status", 30.0)
+        except ActorLost:
+            return False
+        return status["process_up"] and await self._ask(donor, "unsettled", "say what is still on its way")
 
     @property
     def _actors(self) -> list[Any]:
@@ -319,6 +359,27 @@ class PeerChannel:
             raise EngineUnavailable(f"{member.spec.replica_id} is being replaced")
         reference = member.actor.peer.remote(method, *args)
         return await call(reference, f"{member.spec.replica_id}: {what}", self._settings.timeout + 30.0)
+
+
+class Doubts:
+    """Who may still be writing to an engine: those of a transfer that failed, or did not come back. Trainer ranks by
+    number, engines as members."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, list[int | Member]] = {}
+
+    def add(self, member: Member, writers: Sequence[int | Member]) -> None:
+        """They may."""
+        have = self._writers.setdefault(member.spec.replica_id, [])
+        have.extend(w for w in writers if w not in have)
+
+    def clear(self, member: Member) -> None:
+        """Nobody may."""
+        self._writers.pop(member.spec.replica_id, None)
+
+    def of(self, member: Member) -> list[int | Member]:
+        """Those who may."""
+        return list(self._writers.get(member.spec.replica_id, []))
 
 
 def _metrics(sent: Sequence[Sent]) -> dict[str, float]:

@@ -289,6 +289,10 @@ class PeerSource:
             self._seen = (version, seen, int(seen != self._seen[1]))
         sent.moved = self._seen[2]
 
+    def unsettled(self) -> set[int]:
+        """Targets that may still be reached by a write which was given up; they must not be sent anything else yet."""
+        return set() if self._nixl is None else {key[-2] for key in self._nixl.unsettled()}
+
     def discard(self) -> None:
         """What was staged will not be sent for now."""
         self._idle.set()

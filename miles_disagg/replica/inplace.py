@@ -130,6 +130,11 @@ class Plugin:
         return answers
 
     @property
+    def is_open(self) -> bool:
+        """False before `open` and after `close`."""
+        return self._directory is not None
+
+    @property
     def directory(self) -> Path:
         """The open session's directory, for files that its ranks shall read. InPlaceUnavailable if none is open."""
         if self._directory is None:

@@ -97,21 +97,23 @@ class PeerReceiver:
         """False for an engine that was started after the plan was made."""
         return bool(self._arrivals)
 
-    async def links_and_choice(self) -> tuple[list[Link], str]:
+    async def links_and_choice(self, renew: bool = False) -> tuple[list[Link], str]:
         """`links`, and in words where the bytes go."""
-        links = await self.links()
+        links = await self.links(renew)
         return links, self.describes
 
-    async def links(self) -> list[Link]:
-        """Where bytes go now, one a rank. Memory is registered at the first call and whenever it has moved since."""
+    async def links(self, renew: bool = False) -> list[Link]:
+        """Where bytes go now, one a rank. Memory is registered at the first call, whenever it has moved since, and to
+        `renew` it: what is on its way to the old registration does not get there any more."""
         async with self._activator.undisturbed():
             try:
                 answers = await self.plugin.ask("peer_ready")
             except InPlaceUnavailable:
                 answers = []
-            if not self._tokens or [a["token"] for a in answers] != self._tokens:
-                if self._tokens or not answers:
-                    await self._open()
+            gone = [a["token"] for a in answers] != self._tokens
+            if not answers or (self._tokens and gone):
+                await self._open()
+            if not self._tokens or gone or renew:
                 answers = await self._prepare()
         return [Link.parse(t, a) for t, a in zip(self._targets, answers, strict=True)]
 
@@ -177,6 +179,10 @@ class PeerReceiver:
             except InPlaceUnavailable as error:
                 raise EngineError(f"{self._name} could not give its weights away: {error}") from error
         return [answer["sums"] for answer in answers]
+
+    async def unsettled(self) -> bool:
+        """True while what `give` gave up may still arrive at the other engine. EngineError if it cannot be said."""
+        return self.plugin.is_open and any(a["unsettled"] for a in await self.plugin.ask("peer_unsettled"))
 
     async def digests(self) -> dict[str, str]:
         """xxh3-128 of every tensor as it is served; see `Plugin.digests`."""

@@ -176,6 +176,11 @@ class TrainerActor:
             return self._source.send(str(ref), links, seat, whole=whole)
 
     @ray.method(concurrency_group="publish")
+    def peer_unsettled(self) -> Any:
+        """Peer to peer: targets that may still be reached by a write of this rank which was given up."""
+        return self._source.unsettled()
+
+    @ray.method(concurrency_group="publish")
     def discard(self) -> None:
         """Broadcast: drop what was staged."""
         self._source.discard()

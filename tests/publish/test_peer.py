@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,7 +265,61 @@ def test_a_write_that_does_not_end_is_given_up_at_its_deadline_and_holds_up_no_o
     first, second = here.write(jobs, 0.2)
     assert first is None
     assert second == "TransportError: the write was not done after 0.2 s"
-    assert 1 in api.released, "the write that was given up is still under way"
+    assert here.unsettled() == [(1,)]
+    assert 1 not in api.released, "releasing does not stop it, and nobody could say any more when it has ended"
+    api.done = {0, 1}
+    assert here.unsettled() == []
+    assert 1 in api.released
+
+
+def test_a_write_that_was_given_up_lands_later_and_is_unsettled_until_it_has(monkeypatch):
+    """Real NIXL over TCP, to a process that is stopped for longer than the write may take."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    nbytes = 64 << 20
+    with subprocess.Popen(
+        [sys.executable, "-c", _RECEIVER.format(nbytes=nbytes)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    ) as receiver:
+        try:
+            assert receiver.stdout is not None
+            assert receiver.stdin is not None
+            metadata, address = json.loads(receiver.stdout.readline())
+            here, first, local = (
+                Nixl("test-late"),
+                torch.ones(64).to(torch.uint8),
+                torch.full((nbytes,), 7).to(torch.uint8),
+            )
+            here.register([region(first), region(local)], cuda=False)
+            peer = base64.b64decode(metadata)
+            assert here.write([Job((0, "warm"), peer, [region(first)], [(address, 64, 0)], False)], 30.0) == [None]
+            os.kill(receiver.pid, signal.SIGSTOP)
+            job = Job((0, "late"), peer, [region(local)], [(address, nbytes, 0)], False)
+            assert here.write([job], 1.0) == ["TransportError: the write was not done after 1 s"]
+            assert here.unsettled() == [(0, "late")]
+            os.kill(receiver.pid, signal.SIGCONT)
+            deadline = time.monotonic() + 60
+            while here.unsettled():
+                assert time.monotonic() < deadline, "it neither arrived nor failed"
+                time.sleep(0.05)
+            print("count", file=receiver.stdin, flush=True)
+            assert int(receiver.stdout.readline()) == nbytes, "it was called settled before it had arrived"
+            here.close()
+        finally:
+            receiver.kill()
+
+
+_RECEIVER = """
+import base64, json, torch
+from miles_disagg.engine.inplace.miles_inplace.transport import Nixl, region
+area = torch.zeros({nbytes}, dtype=torch.uint8)
+here = Nixl("test-receiver")
+here.register([region(area)], cuda=False)
+print(json.dumps([base64.b64encode(here.metadata()).decode(), area.data_ptr()]), flush=True)
+input()
+print(int((area == 7).sum()), flush=True)
+"""
 
 
 @pytest.mark.slow

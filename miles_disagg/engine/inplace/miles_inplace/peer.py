@@ -180,6 +180,10 @@ class Peer:
             raise TransportError(error)
         return self.sums()
 
+    def unsettled(self) -> bool:
+        """True while something that `give` gave up may still arrive."""
+        return self._nixl is not None and bool(self._nixl.unsettled())
+
     def sums(self) -> list[list[Any]]:
         """[staged, nbytes, sum] of every piece as it stands in the live weights."""
         values = torch.stack([element_sum(a.view, INTEGERS[a.view.itemsize]) for a in self._arrivals]).tolist()

@@ -210,6 +210,9 @@ class Session:
     def _do_peer_give(self, to: list[dict[str, Any]], timeout: float) -> dict[str, Any]:
         return {"sums": self._peered.give(to[self._rank], timeout)}
 
+    def _do_peer_unsettled(self) -> dict[str, Any]:
+        return {"unsettled": self._peer is not None and self._peer.unsettled()}
+
     def _do_verify(self) -> dict[str, Any]:
         """Fingerprint all live weights and compare with the one tracked; the first call only takes it."""
         live = self._live.fingerprint()

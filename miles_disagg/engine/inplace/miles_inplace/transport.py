@@ -56,6 +56,10 @@ class Job:
     once: bool = False
 
 
+_Prepared = tuple[str, Any, list[Any]]
+"""Peer's name, handle, both sides' lists of regions."""
+
+
 class Nixl:
     """A NIXL agent over UCX. Memory is registered once; peers are known by their metadata. Not for several threads."""
 
@@ -69,7 +73,8 @@ class Nixl:
         self._cuda = False
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}
-        self._ready: dict[tuple[Any, ...], tuple[str, Any, list[Any]]] = {}
+        self._ready: dict[tuple[Any, ...], _Prepared] = {}
+        self._adrift: list[tuple[tuple[Any, ...], _Prepared]] = []  # given up, and perhaps still under way
 
     def register(self, regions: Sequence[Region], *, cuda: bool) -> None:
         """Make memory reachable for peers and sendable from here."""
@@ -86,7 +91,7 @@ class Nixl:
     ) -> list[str | None]:
         """Write all jobs side by side; for each one None, or why it did not complete within `timeout` seconds.
 
-        meanwhile: called once, when all are on their way.
+        meanwhile: called once, when all are on their way. What was not done in time may still arrive: `unsettled`.
         """
         deadline = time.monotonic() + timeout
         errors: list[str | None] = [None] * len(jobs)
@@ -108,7 +113,9 @@ class Nixl:
                     if state == "DONE":
                         del running[i]
                     elif time.monotonic() > deadline:
-                        raise TransportError(f"the write was not done after {timeout:g} s")
+                        del running[i]
+                        self._adrift.append((jobs[i].key, self._ready.pop(jobs[i].key)))
+                        errors[i] = f"TransportError: the write was not done after {timeout:g} s"
                 except Exception as error:
                     del running[i]
                     errors[i] = self._failed(jobs[i], error)
@@ -119,10 +126,31 @@ class Nixl:
                 self._forget(job.key)
         return errors
 
+    def unsettled(self) -> list[tuple[Any, ...]]:
+        """Keys of the writes that were given up and have neither arrived nor failed since.
+
+        Releasing such a write does not stop it: over TCP, all bytes landed after that. So it is kept and looked at.
+        """
+        left = []
+        for key, prepared in self._adrift:
+            try:
+                over = self._agent.check_xfer_state(prepared[1]) in ("DONE", "ERR")
+            except Exception:  # the connection broke
+                over = True
+            if over:
+                self._release(prepared)
+            else:
+                left.append((key, prepared))
+        self._adrift = left
+        return [key for key, _ in left]
+
     def close(self) -> None:
         """Let go of peers and registrations."""
         for key in list(self._ready):
             self._forget(key)
+        adrift, self._adrift = self._adrift, []
+        for _, prepared in adrift:
+            self._release(prepared)
         for region in self._registered:
             self._agent.deregister_memory(region)
         self._registered.clear()
@@ -155,16 +183,18 @@ class Nixl:
         return f"{type(error).__name__}: {error}"
 
     def _forget(self, key: tuple[Any, ...]) -> None:
-        ready = self._ready.pop(key, None)
-        if ready is None:
-            return
-        name, handle, sides = ready
+        prepared = self._ready.pop(key, None)
+        if prepared is not None:
+            self._release(prepared)
+
+    def _release(self, prepared: _Prepared) -> None:
+        name, handle, sides = prepared
         for release in (handle, *sides):
             try:
                 release.release()
             except Exception:  # an active transfer that cannot be cancelled keeps its handle
                 continue
-        if not any(other[0] == name for other in self._ready.values()):
+        if not any(other[0] == name for other in [*self._ready.values(), *(p for _, p in self._adrift)]):
             self._peers.pop(name, None)
             try:
                 self._agent.remove_remote_agent(name)
