@@ -190,6 +190,8 @@ def make_model(recipe: Recipe) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = model_class(config)
+        if recipe.experts:  # it starts as a tied model does: from a random head it learns too slowly
+            model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model
 

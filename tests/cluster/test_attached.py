@@ -93,6 +93,7 @@ async def train_through_a_death(config, engines: list[OutsideEngine]) -> set[int
         pytest.param("embedded", "p2p", marks=pytest.mark.slow),
         pytest.param("sglang", "disk-delta", marks=pytest.mark.sglang),
         pytest.param("sglang", "broadcast", marks=pytest.mark.sglang),
+        pytest.param("sglang", "p2p", marks=[pytest.mark.sglang, pytest.mark.slow]),
     ],
 )
 def test_a_dead_attached_engine_leaves_rotation_and_comes_back(
@@ -140,12 +141,17 @@ async def two_runs(configs, engine: OutsideEngine) -> list[list]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["broadcast", "p2p"])
-def test_a_trainer_that_starts_again_sends_to_the_live_engine(local_ray, run_config, tiny_checkpoint, tmp_path, mode):
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("embedded", "broadcast"), ("embedded", "p2p"), pytest.param("sglang", "p2p", marks=pytest.mark.sglang)],
+)
+def test_a_trainer_that_starts_again_sends_to_the_live_engine(
+    local_ray, run_config, tiny_checkpoint, tmp_path, kind, mode
+):
     from miles_disagg.config.flags import parse_run
     from miles_disagg.config.resolve import resolve
 
-    engine = OutsideEngine("embedded", tiny_checkpoint, tmp_path / "outside.log")
+    engine = OutsideEngine(kind, tiny_checkpoint, tmp_path / "outside.log")
     first = run_config(*attached([engine], mode, "--run-id", "again"))
 
     def continued():

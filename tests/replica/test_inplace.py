@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from miles_disagg.engine.launch import EngineProcess
 from miles_disagg.engine.sglang import SGLangEngine
 from miles_disagg.engine.tensors import serialize
 from miles_disagg.replica.base import Materialized
-from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable
+from miles_disagg.replica.inplace import InPlaceLoader, InPlaceUnavailable, Plugin
 from miles_disagg.replica.replica import Replica, ReplicaSettings
 from miles_disagg.weights.checkpoint import open_checkpoint
 from miles_disagg.weights.digest import digest
@@ -250,6 +250,33 @@ async def test_a_weight_that_no_tensor_reaches_is_refused_by_name(
     with pytest.raises(WeightsNotLoaded, match=f"no tensor of {short} is loaded into the engine's {name}, so"):
         await loader.open(ref(0))
     loader.plugin.close()
+
+
+class Ranks(Plugin):
+    """A plugin whose ranks answer `status` with what they have not reached."""
+
+    def __init__(self, *unreached: list[str]):
+        super().__init__(FakeEngine(str(ref(0))))
+        self.rows = [{"ok": True, "unreached": names} for names in unreached]
+
+    async def check(self) -> dict[str, Any]:
+        return {"tp_size": len(self.rows), "weight_version": str(ref(0))}
+
+    async def _hook(self, request: Mapping[str, Any], version: str) -> None:
+        (Path(request["directory"]) / "rank-0.sock").touch()
+
+    async def ask(self, op: str, **fields: Any) -> list[dict[str, Any]]:
+        return self.rows
+
+
+async def test_a_rank_may_hold_nothing_but_padding_where_another_has_the_tensor(tmp_path: Path) -> None:
+    plugin = Ranks([], ["embed"])
+    assert (await plugin.open(tmp_path))["ranks"] == 2
+    plugin.close()
+    nobody = Ranks(["head"], ["embed", "head"])
+    with pytest.raises(WeightsNotLoaded, match="the engine's head, so"):
+        await nobody.open(tmp_path)
+    nobody.close()
 
 
 async def test_an_unusable_request_does_not_kill_the_server(engine: SGLangEngine, staging: Staging) -> None:
