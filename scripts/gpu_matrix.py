@@ -97,8 +97,8 @@ def why_not(layout: str, part: Part, host: Host, options: Options) -> str | None
     """Why a run cannot be made here; None if it can."""
     if part == "time" and options.time_model is None:
         return "no --time-model" if host.cuda else f"{host.gpus} GPU(s): an 8B model is timed on four"
-    if LAYOUTS[layout].ranks > 1 and not host.cuda:
-        return f"{host.gpus} GPU(s): an engine has one rank on the CPU"
+    if LAYOUTS[layout].ranks > 1 and host.engine == "embedded":
+        return "an embedded engine has one rank"
     return None
 
 
@@ -134,6 +134,7 @@ def flags(row: dict[str, Any], host: Host, options: Options, model: Path, run_di
             out += ["--update-weight-p2p-staging", "always"]
     else:
         out += ["--trainer-device", "cpu", "--train-dtype", "fp32", "--num-rollout-engines", str(layout.engines)]
+        out += ["--rollout-num-gpus-per-engine", str(layout.ranks)]
     out += ["--rollout-engine", host.engine, *(("--sglang-python", host.python) if host.python else ())]
     return [*out, *MODES[row["mode"]], *options.extra]
 

@@ -41,7 +41,7 @@ def test_a_dry_run_lists_every_cell_and_says_what_a_cpu_leaves_out():
     assert len(lines) == 25
     left_out = [line for line in lines if ": not run: " in line]
     assert len(left_out) == 5
-    assert all(line.startswith("tp2-1xtp2:") and "one rank on the CPU" in line for line in left_out)
+    assert all(line.startswith("tp2-1xtp2:") and "an embedded engine has one rank" in line for line in left_out)
     assert all("matrix_cell.py" in line for line in lines if line not in left_out)
     assert "--expert-model-parallel-size 2" in next(line for line in lines if line.startswith("ep2-2xtp1:p2p"))
 

@@ -79,7 +79,7 @@ def layouts(config: RunConfig) -> tuple[list[RankLayout], list[RankLayout]]:
         raise ConfigError(problems)
     parallel = TrainerParallel(tp, pp, t.world_size // (tp * pp), ep)
     dtype = _DTYPES.get(engines.rollout_dtype, "bfloat16")
-    ranks = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 1
+    ranks = engines.rollout_num_gpus_per_engine
     targets: list[RankLayout] = []
     for i in range(engines.num_managed_engines):
         if engines.rollout_engine == "embedded":

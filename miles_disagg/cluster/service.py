@@ -157,16 +157,14 @@ class RolloutService:
 
     def _specs(self, name: str) -> tuple[HostSpec, StagingSpec]:
         config = self._config
-        args = config.engine_args
-        if config.rollout_engine == "sglang" and config.rollout_num_gpus_per_engine:
-            args = ("--tp-size", str(config.rollout_num_gpus_per_engine), *args)
         command = EngineCommand(
             kind=config.rollout_engine,
             model_path=str(config.base),
             device="cuda" if config.rollout_num_gpus_per_engine else "cpu",
             log_path=config.directory / "logs" / f"{name}.log",
             python=config.sglang_python,
-            args=args,
+            args=config.engine_args,
+            ranks=max(1, config.rollout_num_gpus_per_engine),
         )
         spec = HostSpec(
             replica_id=name,

@@ -191,7 +191,7 @@ def fleet_members(config: RunConfig, plan: PlacementPlan, base: VersionRef, gate
             if engines.router_url:
                 spec = replace(spec, members=engines.engine_urls, activation="reload")
         group = plan.engines[i] if plan.engines else None
-        members.append(Member(spec, staging, group, num_ranks=max(1, unit.gpus) if unit else 1))
+        members.append(Member(spec, staging, group, num_ranks=unit.ranks if unit else 1))
     return members
 
 
@@ -204,7 +204,7 @@ def evaluation_members(config: RunConfig, plan: PlacementPlan, base: VersionRef,
         staging = _staging(config, unit.name)
         spec = _host_spec(config, unit.name, base, gateway_url, staging)
         spec = replace(spec, command=engine_command(config, unit, model), follow=False)
-        members.append(Member(spec, staging, group, num_ranks=max(1, unit.gpus)))
+        members.append(Member(spec, staging, group, num_ranks=unit.ranks))
     return members
 
 
@@ -253,8 +253,6 @@ def engine_command(config: RunConfig, unit: EngineUnit, model: ModelFacts) -> En
     # SGLang's own auto serves float32 checkpoints in float16
     args = ["--dtype", _rollout_dtype(config, model) if unit.updates else model.dtype]
     if engines.rollout_engine == "sglang":
-        if unit.gpus:
-            args += ["--tp-size", str(unit.gpus)]
         args += engines.sglang_argv()
     else:
         share = -(-config.max_concurrent_samples // max(1, engines.num_managed_engines))
@@ -269,6 +267,7 @@ def engine_command(config: RunConfig, unit: EngineUnit, model: ModelFacts) -> En
         log_path=config.run_dir / "logs" / f"{unit.name}.log",
         python=engines.sglang_python,
         args=tuple(args),
+        ranks=unit.ranks,
     )
 
 

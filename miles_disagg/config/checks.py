@@ -21,23 +21,12 @@ from miles_disagg.config.placement import GroupPlan, plan_placement, policy_engi
 from miles_disagg.config.resolve import is_url, joins_cluster, resolve
 from miles_disagg.config.run import RunConfig
 from miles_disagg.config.secrets import token_problems
+from miles_disagg.config.server_groups import OWNED_SERVER_ARGS
 from miles_disagg.config.weight_checks import weights
 from miles_disagg.domain.errors import ConfigError, InvalidVersionRef
 from miles_disagg.domain.versions import check_run_id
 
 REWARDS = ("exact", "math", "reasoning-gym", "remote_rm")
-# Server arguments that the system itself sets.
-_OWNED_SERVER_ARGS = {
-    "model-path": "--hf-checkpoint",
-    "tp-size": "--rollout-num-gpus-per-engine",
-    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
-    "host": "--gateway-host",
-    "port": "--gateway-port",
-    "base-gpu-id": "--rollout-num-gpus",
-    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "node-rank": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "dist-init-addr": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
-}
 
 
 def check(config: RunConfig, machine: Machine | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -144,14 +133,17 @@ def _topology(config: RunConfig) -> Iterator[str]:
     total, each = engines.rollout_num_gpus, engines.rollout_num_gpus_per_engine
     if total % each:
         yield f"--rollout-num-gpus {total} is not divisible by --rollout-num-gpus-per-engine {each}"
-    if not total and each > 1:
-        yield f"--rollout-num-gpus-per-engine {each} has no effect without --rollout-num-gpus"
+    if not total and each > 1 and config.trainer.trainer_device == "cuda":
+        yield (
+            f"--rollout-num-gpus-per-engine {each} without --rollout-num-gpus runs the engines' ranks on the CPU, and "
+            "the trainer is on GPUs: add --rollout-num-gpus"
+        )
     if total and engines.num_rollout_engines not in (None, max(1, total // each)):
         yield (
             f"--num-rollout-engines {engines.num_rollout_engines} contradicts --rollout-num-gpus {total} / "
             f"--rollout-num-gpus-per-engine {each} = {total // each}: drop it"
         )
-    if each > config.cluster.num_gpus_per_node and each % config.cluster.num_gpus_per_node:
+    if total and each > config.cluster.num_gpus_per_node and each % config.cluster.num_gpus_per_node:
         yield (
             f"--rollout-num-gpus-per-engine {each} spans nodes and must be a multiple of --num-gpus-per-node "
             f"{config.cluster.num_gpus_per_node}"
@@ -183,7 +175,7 @@ def _server_groups(config: RunConfig) -> Iterator[str]:
             f"--num-rollout-engines {engines.num_rollout_engines} contradicts --sglang-config, which has {len(units)} "
             "engine(s) of the policy: drop it"
         )
-    if engines.rollout_engine == "embedded" and any(group.unit and group.unit.gpus > 1 for group in _planned(config)):
+    if engines.rollout_engine == "embedded" and any(group.unit and group.unit.ranks > 1 for group in _planned(config)):
         yield "--rollout-engine embedded runs on one device: use --rollout-engine sglang for several GPUs per engine"
     if any(group.unit and group.unit.gpus > config.cluster.num_gpus_per_node for group in _planned(config)):
         yield (
@@ -236,8 +228,8 @@ def _sglang(config: RunConfig) -> Iterator[str]:
     if engines.rollout_decode_interval and (engines.topology != "managed" or engines.rollout_engine != "embedded"):
         yield "--rollout-decode-interval slows managed embedded engines only: drop it"
     for name in engines.sglang_args:
-        if name in _OWNED_SERVER_ARGS:
-            yield f"--sglang-{name} is set by this program: use {_OWNED_SERVER_ARGS[name]}"
+        if name in OWNED_SERVER_ARGS:
+            yield f"--sglang-{name} is set by this program: use {OWNED_SERVER_ARGS[name]}"
         near = closest(name, [other.replace("_", "-") for other in ours if other != "args"])
         if near:
             yield f"--sglang-{name} would go to the server{near.replace('meant ', 'meant --sglang-')}"

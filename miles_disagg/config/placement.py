@@ -31,13 +31,15 @@ class Bundle:
 
 @dataclass(frozen=True)
 class EngineUnit:
-    """One engine to launch. model: its name in the file; path: its checkpoint, None: the run's; gpus: 0 on CPU."""
+    """One engine to launch. model: its name in the file; path: its checkpoint, None: the run's; gpus: 0 on CPU; ranks:
+    tensor-parallel ones, a GPU each or all on the CPU."""
 
     name: str
     model: str
     path: str | None
     updates: bool
     gpus: int
+    ranks: int = 1
     overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -141,17 +143,19 @@ def policy_engines(config: RunConfig) -> list[EngineUnit]:
 
 def _evaluators(config: RunConfig) -> Iterator[EngineUnit]:
     """Engines that only evaluate; as the policy's, without what a file of server groups adds."""
-    gpus = config.engines.rollout_num_gpus_per_engine if config.evaluation.eval_num_gpus else 0
+    ranks = config.engines.rollout_num_gpus_per_engine
+    gpus = ranks if config.evaluation.eval_num_gpus else 0
     for i in range(config.num_eval_replicas):
-        yield EngineUnit(f"eval-{i}", "policy", None, True, gpus)
+        yield EngineUnit(f"eval-{i}", "policy", None, True, gpus, ranks)
 
 
 def _units(config: RunConfig) -> Iterator[tuple[Literal["engine", "frozen engine", "placeholder"], EngineUnit]]:
     """Every engine of the run with its role, named by number (the policy's) or by model and number."""
     engines = config.engines
     if engines.sglang_config is None:
-        gpus = engines.rollout_num_gpus_per_engine if engines.rollout_num_gpus else 0
-        models = (ServedModel("policy", None, True, (ServerGroup("regular", engines.num_managed_engines, gpus),)),)
+        ranks = engines.rollout_num_gpus_per_engine
+        group = ServerGroup("regular", engines.num_managed_engines, ranks if engines.rollout_num_gpus else 0, ranks)
+        models = (ServedModel("policy", None, True, (group,)),)
     else:
         models = read_server_groups(engines.sglang_config, config.model.hf_checkpoint)
     for model in models:
@@ -165,7 +169,7 @@ def _units(config: RunConfig) -> Iterator[tuple[Literal["engine", "frozen engine
                     continue
                 role = "engine" if model.updates else "frozen engine"
                 unit = EngineUnit(
-                    f"{prefix}-{count}", model.name, model.path, model.updates, group.gpus, group.overrides
+                    f"{prefix}-{count}", model.name, model.path, model.updates, group.gpus, group.ranks, group.overrides
                 )
                 yield role, unit
                 count += 1

@@ -70,7 +70,7 @@ class EngineConfig(Section):
     rollout_num_gpus: NonNegativeInt = 0
     """GPUs for managed engines; 0: engines on CPU."""
     rollout_num_gpus_per_engine: PositiveInt = 1
-    """GPUs of one managed engine (its tensor parallel size)."""
+    """GPUs of one managed engine, its tensor-parallel ranks; without --rollout-num-gpus, ranks on the CPU."""
     rollout_gpu_fraction: Probability = 1.0
     """Share of a GPU that a managed engine reserves; below 1 it shares one."""
     num_rollout_engines: PositiveInt | None = None

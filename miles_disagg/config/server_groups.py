@@ -29,14 +29,34 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "num_engines", "overrides")
 
+# Server arguments that the system itself sets.
+OWNED_SERVER_ARGS = {
+    "model-path": "--hf-checkpoint",
+    "tp-size": "--rollout-num-gpus-per-engine",
+    "tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "host": "--gateway-host",
+    "port": "--gateway-port",
+    "base-gpu-id": "--rollout-num-gpus",
+    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node-rank": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "dist-init-addr": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+}
+_INSTEAD = OWNED_SERVER_ARGS | {
+    "model-path": "model_path of the model",
+    "tp-size": "num_gpus_per_engine",
+    "tensor-parallel-size": "num_gpus_per_engine",
+}
+
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Engines of one kind. gpus: of one engine, 0 on CPU; overrides: server arguments by name without `--`."""
+    """Engines of one kind. gpus: of one engine, 0 on CPU; ranks: tensor-parallel ones; overrides: server arguments by name
+    without `--`."""
 
     worker_type: Literal["regular", "placeholder"]
     engines: int
     gpus: int
+    ranks: int = 1
     overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -123,8 +143,13 @@ def _group_problems(group: Mapping[str, Any], model: Mapping[str, Any]) -> Itera
         yield f"num_engines {engines} contradicts num_gpus {total} / num_gpus_per_engine {each}: drop it"
     elif not total and engines is None:
         yield "num_gpus is missing (or num_engines, for engines on CPU)"
-    if not isinstance(group.get("overrides", {}), Mapping):
+    overrides = group.get("overrides", {})
+    if not isinstance(overrides, Mapping):
         yield "overrides must be a mapping of server arguments to values"
+        return
+    for name in (str(given).replace("_", "-") for given in overrides):
+        if name in _INSTEAD:
+            yield f"overrides: {name} is set by this program: use {_INSTEAD[name]}"
 
 
 def _per_engine(group: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
@@ -147,7 +172,7 @@ def _group(group: Mapping[str, Any], model: Mapping[str, Any]) -> ServerGroup:
     engines = total // each if total else group["num_engines"]
     overrides = {str(name).replace("_", "-"): _values(value) for name, value in group.get("overrides", {}).items()}
     given = {name: values for name, values in overrides.items() if values is not None}
-    return ServerGroup(group.get("worker_type", "regular"), engines, each if total else 0, given)
+    return ServerGroup(group.get("worker_type", "regular"), engines, each if total else 0, each, given)
 
 
 def _values(value: Any) -> tuple[str, ...] | None:

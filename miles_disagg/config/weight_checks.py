@@ -75,7 +75,7 @@ def _peer(config: RunConfig) -> Iterator[str]:
             "--update-weight-mode delta over --update-weight-transport p2p patches staging areas by one-sided writes: "
             "use --update-weight-p2p-transport nixl, and not --update-weight-p2p-staging never"
         )
-    if engines.topology == "managed" and engines.rollout_num_gpus_per_engine > config.cluster.num_gpus_per_node:
+    if engines.rollout_num_gpus and engines.rollout_num_gpus_per_engine > config.cluster.num_gpus_per_node:
         yield (
             f"--update-weight-transfer-mode p2p reaches engines on one node, but --rollout-num-gpus-per-engine "
             f"{engines.rollout_num_gpus_per_engine} spans nodes of --num-gpus-per-node "

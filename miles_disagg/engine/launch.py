@@ -99,6 +99,13 @@ def embedded(
     return LaunchSpec((*command, *args), host, port, str(model_path), environment, (), api_key)
 
 
+def cores_of_ranks(ranks: int, cores: Sequence[int]) -> str:
+    """`cores` dealt out to the ranks of an engine on a CPU, as SGLang takes them: `0,2|1,3`. With fewer cores than
+    ranks, some share one."""
+    dealt = [cores[rank::ranks] or (cores[rank % len(cores)],) for rank in range(ranks)]
+    return "|".join(",".join(map(str, own)) for own in dealt)
+
+
 def sglang(
     model_path: str | Path,
     *,
@@ -108,10 +115,11 @@ def sglang(
     python: str | Path | None = None,
     weight_version: str = "default",
     api_key: str | None = None,
+    ranks: int = 1,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """A stock SGLang server, run by `python` (`--sglang-python`; None: this interpreter).
+    """A stock SGLang server of `ranks` tensor-parallel ranks, run by `python` (`--sglang-python`; None: this interpreter).
 
     Another interpreter does not see this one's PYTHONPATH; what it shall see goes into `env`. Every server can load
     `engine.inplace`'s plugin; whether it is used is `replica.inplace`'s.
@@ -124,9 +132,15 @@ def sglang(
     command += ["--host", host, "--port", str(port), "--weight-version", weight_version]
     # /health answers at once, also while paused; otherwise it generates a token and turns 503 under a pause
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "TOKENIZERS_PARALLELISM": "false"}
+    if ranks > 1:
+        command += ["--tp-size", str(ranks)]
     if device == "cpu":
         command += _SGLANG_CPU_FLAGS
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if ranks > 1:  # else it wants a NUMA node for each rank
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = os.environ.get(
+                "SGLANG_CPU_OMP_THREADS_BIND"
+            ) or cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))
     else:
         command += ["--device", device.partition(":")[0]]
         environment |= {"NCCL_CUMEM_ENABLE": "0"}

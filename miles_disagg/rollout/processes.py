@@ -24,7 +24,8 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The engine's process: kind, checkpoint, device (`cpu`, `cuda`), SGLang's python, further arguments, log file."""
+    """The engine's process: kind, checkpoint, device (`cpu`, `cuda`), SGLang's python, further arguments, log file, tensor-parallel
+    ranks."""
 
     kind: Literal["embedded", "sglang"]
     model_path: str
@@ -32,6 +33,7 @@ class EngineCommand:
     log_path: Path
     python: str | None = None
     args: tuple[str, ...] = ()
+    ranks: int = 1
 
     def spec(
         self, port: int, version: VersionRef | None, host: str = "127.0.0.1", node: NodeRank | None = None
@@ -45,7 +47,7 @@ class EngineCommand:
             "args": (*self.args, *(node.args if node else ())),
         }
         if self.kind == "sglang":
-            return launch.sglang(self.model_path, python=self.python, **common)
+            return launch.sglang(self.model_path, python=self.python, ranks=self.ranks, **common)
         return launch.embedded(self.model_path, **common)
 
     def on_node(self, rank: int) -> EngineCommand:

@@ -106,7 +106,10 @@ REFUSED = [
      "different stores"),
     # engines
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2 --rollout-engine sglang", "gpus 3 is not divisible"),
-    ("--rollout-num-gpus-per-engine 2 --rollout-engine sglang", "has no effect without --rollout-num-gpus"),
+    (
+        "--trainer-device cuda --rollout-num-gpus-per-engine 2 --rollout-engine sglang",
+        "without --rollout-num-gpus runs the engines' ranks on the CPU",
+    ),
     ("--rollout-num-gpus 4 --num-rollout-engines 3", "contradicts --rollout-num-gpus"),
     ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12", "multiple of --num-gpus-per-node 8"),
     ("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", "--rollout-engine embedded runs on one device"),

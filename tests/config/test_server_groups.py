@@ -47,6 +47,15 @@ def test_engines_of_all_groups_are_placed_each_with_its_own_resources(tmp_path: 
     assert "1 engine(s) of reference" in plan.describe()
 
 
+def test_ranks_of_an_engine_on_the_cpu_reserve_no_gpu(tmp_path: Path):
+    flags = ["--hf-checkpoint", "/m", "--num-rollout", "1", "--rollout-engine", "sglang", "--trainer-device", "cpu"]
+    file = write(tmp_path, policy(num_engines=1, num_gpus_per_engine=2))
+    for given in (["--sglang-config", file], ["--rollout-num-gpus-per-engine", "2"]):
+        (group,) = plan_placement(resolve(parse_run([*flags, *given]), gpus=0)).engines
+        assert group.unit is not None
+        assert (group.unit.gpus, group.unit.ranks, group.bundles[0].gpus) == (0, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("models", "said"),
     [
@@ -55,6 +64,7 @@ def test_engines_of_all_groups_are_placed_each_with_its_own_resources(tmp_path: 
         ([policy(num_gpus=4, num_engines=3)], "num_engines 3 contradicts num_gpus 4"),
         ([policy(num_engines=0)], "num_engines must be a whole number of at least 1, not 0"),
         ([policy(num_engines=1, overide={})], "unknown key overide; perhaps you meant overrides"),
+        ([policy(num_engines=1, overrides={"tp_size": 2})], "tp-size is set by this program: use num_gpus_per_engine"),
         ([policy(num_engines=1, worker_type="prefil")], "worker_type 'prefil' is not one of regular, prefill"),
         ([policy(num_engines=1, worker_type="prefill")], "does not start prefill/decode groups"),
         ([policy(num_engines=1, worker_type="placeholder")], "only placeholders, no engine"),

@@ -136,6 +136,20 @@ def test_sglang_runs_from_its_own_environment_with_pass_through_arguments_last(t
         launch.sglang("/m", port=1, python=tmp_path / "nope")
 
 
+def test_ranks_on_a_cpu_are_dealt_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch):
+    assert launch.cores_of_ranks(2, [0, 2, 5]) == "0,5|2"
+    assert launch.cores_of_ranks(3, [4, 6]) == "4|6|4"
+    bind = "SGLANG_CPU_OMP_THREADS_BIND"
+    monkeypatch.delenv(bind, raising=False)
+    spec = launch.sglang("/m", port=1, device="cpu", ranks=2)
+    assert spec.command[spec.command.index("--tp-size") + 1] == "2"
+    assert spec.env[bind].count("|") == 1
+    monkeypatch.setenv(bind, "7|9")
+    assert launch.sglang("/m", port=1, device="cpu", ranks=2).env[bind] == "7|9"
+    assert bind not in launch.sglang("/m", port=1, device="cpu").env
+    assert bind not in launch.sglang("/m", port=1, device="cuda", ranks=2).env
+
+
 def test_what_a_server_loads_of_ours_imports_torch_numpy_and_the_standard_library_only():
     allowed = {*sys.stdlib_module_names, "torch", "numpy"}
     files = list((PLUGIN_PATH / "miles_inplace").glob("*.py"))

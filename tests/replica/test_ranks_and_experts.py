@@ -66,17 +66,16 @@ class Running:
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     kind, root = KINDS[request.param], tmp_path_factory.mktemp("engine")
     base, other = (make_checkpoint(root / f"v{n}", seed=n, architecture=kind.architecture) for n in range(2))
-    args = ("--dtype", "float32", "--tp-size", str(kind.ranks))
-    command = EngineCommand("sglang", str(base), "cpu", root / "engine.log", str(sglang_env.python()), args)
+    args = ("--dtype", "float32")
+    command = EngineCommand(
+        "sglang", str(base), "cpu", root / "engine.log", str(sglang_env.python()), args, kind.ranks
+    )  # fmt: skip
     engine = EngineProcesses(command, ref(0), 240.0, [NodeServer() for _ in range(kind.nodes - 1)])
-    with pytest.MonkeyPatch.context() as patch:
-        if kind.ranks > 1:  # more ranks than NUMA nodes
-            patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" for _ in range(kind.ranks)))
-        try:
-            yield Running(kind, engine, asyncio.run(engine.start()), base, other)
-            assert asyncio.run(engine.ended()) is None, engine.log_tail()
-        finally:
-            asyncio.run(engine.stop())
+    try:
+        yield Running(kind, engine, asyncio.run(engine.start()), base, other)
+        assert asyncio.run(engine.ended()) is None, engine.log_tail()
+    finally:
+        asyncio.run(engine.stop())
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ BASE = VersionRef("run", 0)
 
 def processes_of(tmp_path: Path, nodes: int = 3, timeout: float = 30.0) -> EngineProcesses:
     python = str(as_python(tmp_path))
-    command = EngineCommand("sglang", "/model", "cuda", tmp_path / "engine-0.log", python, ("--tp-size", "8"))
+    command = EngineCommand("sglang", "/model", "cuda", tmp_path / "engine-0.log", python, ranks=8)
     return EngineProcesses(command, BASE, timeout, [NodeServer() for _ in range(nodes - 1)])
 
 
