@@ -25,7 +25,10 @@ async def mean_logprob(sample: Sample) -> float:
     (url,) = served_model("judge")
     answer = await _asked(f"{url}/generate", body)
     rows = answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :]
-    if [row[1] for row in rows] != list(sample.tokens):
+    last = max(ids)  # SGLang writes 0 for the last id of its vocabulary
+    if len(rows) != len(sample.tokens) or any(
+        row[1] != token and (row[1], token) != (0, last) for row, token in zip(rows, sample.tokens, strict=True)
+    ):
         raise ValueError(f"the judge scored other tokens than those of {sample.sample_id}: another tokenizer?")
     return sum(row[0] for row in rows) / len(rows)
 

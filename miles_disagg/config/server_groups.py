@@ -50,8 +50,8 @@ _INSTEAD = OWNED_SERVER_ARGS | {
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Engines of one kind. gpus: of one engine, 0 on CPU; ranks: tensor-parallel ones; overrides: server arguments by name
-    without `--`."""
+    """Engines of one kind. gpus: of one engine, 0 on CPU; ranks: tensor-parallel ones; overrides: server arguments by
+    name without `--`."""
 
     worker_type: Literal["regular", "placeholder"]
     engines: int

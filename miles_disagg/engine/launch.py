@@ -119,7 +119,7 @@ def sglang(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """A stock SGLang server of `ranks` tensor-parallel ranks, run by `python` (`--sglang-python`; None: this interpreter).
+    """A stock SGLang server of `ranks` tensor-parallel ranks, run by `python` (`--sglang-python`; None: this one).
 
     Another interpreter does not see this one's PYTHONPATH; what it shall see goes into `env`. Every server can load
     `engine.inplace`'s plugin; whether it is used is `replica.inplace`'s.

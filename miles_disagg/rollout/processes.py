@@ -24,8 +24,8 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The engine's process: kind, checkpoint, device (`cpu`, `cuda`), SGLang's python, further arguments, log file, tensor-parallel
-    ranks."""
+    """The engine's process: kind, checkpoint, device (`cpu`, `cuda`), SGLang's python, further arguments, log file,
+    tensor-parallel ranks."""
 
     kind: Literal["embedded", "sglang"]
     model_path: str

@@ -151,11 +151,11 @@ def test_a_run_whose_sglang_engine_has_experts_or_ranks_is_served_bit_for_bit(
     config = run_config(
         *("--rollout-engine", "sglang", "--sglang-python", str(sglang_env.python()), "--engine-start-timeout", "300"),
         *("--hf-checkpoint", str(checkpoints_in_bf16[model]), "--rollout-num-gpus-per-engine", str(ranks)),
-        *("--train-dtype", "bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--entropy-coef", "0.01"),
+        *("--train-dtype", "bf16", "--use-distributed-optimizer", "--lr", "3e-6", "--entropy-coef", "0.01"),
         *("--update-weight-transfer-mode", mode, "--pause-generation-mode", "in_place", "--num-rollout", "3"),
         *(("--activation", "in-place") if mode == "disk-delta" else ()),
     )
     (status,) = asyncio.run(train_and_compare_every_rank(config))
     assert status["ranks"] == ranks
     if mode == "disk-delta":
-        assert (status["loader"]["mode"], status["loader"]["in_place"]) == ("in-place", 3)
+        assert (status["loader"]["mode"], status["loader"]["in_place"]) == ("in-place", 3), status["loader"]
