@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -44,8 +45,11 @@ async def workers(router: OutsideRouter) -> set[str]:
         return {row["url"] for row in (await response.json())["workers"] if row["is_healthy"]}
 
 
-async def train(config, router: OutsideRouter, engines: list[OutsideEngine], *, kill: bool) -> set[int]:
-    """Train; with `kill` the second engine dies after the first step and comes back after the third. Versions seen."""
+async def train(
+    config, router: OutsideRouter, engines: list[OutsideEngine], *, kill: bool, victim: int | None = None
+) -> set[int]:
+    """Train; with `kill` the second engine dies after the first step and comes back after the third; `victim`: which
+    one dies after the first and is started again at once, because nothing is generated without it. Versions seen."""
     versions: set[int] = set()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     urls = {f"http://{engine.address}" for engine in engines}
@@ -64,6 +68,11 @@ async def train(config, router: OutsideRouter, engines: list[OutsideEngine], *, 
                 await run.generation_saw(batch)
                 await run.publish_next_version()
                 await run.settle()
+                if victim is not None and step == 0:
+                    await engines[victim].kill()
+                    await until(run, lambda s: not s["ready"] or f"http://{engines[victim].address}" in s["out"])
+                    await engines[victim].start(wait=False)
+                    await until(run, lambda s: s["ready"] and not s["out"] and s["applied"] == run.version, 240.0)
                 if kill and step == 0:
                     await engines[1].kill()
                     await until(run, lambda status: list(status["out"]) == [f"http://{engines[1].address}"])
@@ -112,19 +121,22 @@ def test_engines_behind_a_router_are_updated_together_and_one_may_die(
     assert {row["fleet/replicas_ready"] for row in rows if "fleet/replicas_ready" in row} == {1}
 
 
+def prefill_and_decode(checkpoint: Path, logs: Path) -> tuple[list[OutsideEngine], OutsideRouter]:
+    """One server of each kind and the router before them, none started."""
+    transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
+    kinds = {"prefill": ("--disaggregation-bootstrap-port", str(free_port())), "decode": ()}
+    engines = [
+        OutsideEngine("sglang", checkpoint, logs / f"{kind}.log", *transfer, kind, *more, env=sglang_env.kv_transfer())
+        for kind, more in kinds.items()
+    ]
+    return engines, OutsideRouter(logs / "router.log", "--pd-disaggregation")
+
+
 @pytest.mark.parametrize("mode", ["disk-delta", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_a_prefill_decode_group_that_passes_kv_caches_on_is_updated_as_one_engine(
     local_ray, run_config, tiny_checkpoint, tmp_path, mode
 ):
-    transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
-    kinds = {"prefill": ("--disaggregation-bootstrap-port", str(free_port())), "decode": ()}
-    engines = [
-        OutsideEngine(
-            "sglang", tiny_checkpoint, tmp_path / f"{kind}.log", *transfer, kind, *more, env=sglang_env.kv_transfer()
-        )
-        for kind, more in kinds.items()
-    ]
-    router = OutsideRouter(tmp_path / "router.log", "--pd-disaggregation")
+    engines, router = prefill_and_decode(tiny_checkpoint, tmp_path)
     pace = ("--num-rollout", "4", "--max-weight-staleness", "1", "--lr", "1e-4")
     config = run_config(*routed(router, engines, mode, *pace))
     versions = asyncio.run(train(config, router, engines, kill=False))
@@ -132,3 +144,14 @@ def test_a_prefill_decode_group_that_passes_kv_caches_on_is_updated_as_one_engin
     rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     # both kinds hold the policy: what is decoded on a prefill of other weights would have other logprobs
     assert all(row["train/rollout_logprob_abs_diff"] < 1e-3 for row in rows), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
+def test_a_prefill_or_decode_server_that_is_killed_comes_back_at_the_current_version(
+    local_ray, run_config, tiny_checkpoint, tmp_path, victim
+):
+    engines, router = prefill_and_decode(tiny_checkpoint, tmp_path)
+    pace = ("--num-rollout", "4", "--max-weight-staleness", "1", "--lr", "1e-4")
+    config = run_config(*routed(router, engines, "disk-delta", *pace))
+    assert max(asyncio.run(train(config, router, engines, kill=False, victim=victim))) >= 2
